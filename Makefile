@@ -1,0 +1,30 @@
+# Two commands for a newcomer: `make demo` and `make test`. Each sets up what it needs.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: demo test setup lint unit clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup:  ## make .venv with pinned packages and both upstreams patched
+	@PYTHON=$(PYTHON) scripts/setup.sh
+
+demo: setup  ## the main job on the real upstreams; writes out/demo/report.json and a picture
+	$(BIN)/python -m examples.demo --out out/demo
+
+test: lint  ## lint, types and every test that runs without a GPU
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: setup  ## the tests that start no server and no training job (about a minute)
+	$(BIN)/python -m pytest -m "not server"
+
+clean:  ## remove .venv and everything the demo wrote
+	rm -rf .venv out

@@ -1,0 +1,88 @@
+"""Accept messages from engines: check, store in batches, index, acknowledge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bridge.errors import StoreFull
+from bridge.index import Catalog
+from bridge.index.catalog import Told
+from bridge.refusal import refusal
+from bridge.store import Entry, Store
+from bridge.store.journal import pack
+from bridge.wire import Ack, Hello, Message, Rows, Trajectory, WeightDigests
+from bridge.wire.fields import wire_bytes
+
+Ingested = Hello | Rows | Trajectory | WeightDigests
+Answer = Callable[[bytes, Message, int], None]
+
+
+@dataclass(slots=True)
+class Pending:
+    """A checked message that waits for the store."""
+
+    peer: bytes
+    seq: int
+    told: Told
+    entry: Entry
+
+
+class Ingest:
+    """One loop turn's messages go to the store together, so they share one disk sync.
+
+    ``answer(peer, message, seq)`` sends Ack only after the store holds the message.
+    """
+
+    def __init__(self, store: Store, catalog: Catalog, answer: Answer) -> None:
+        self._store = store
+        self._catalog = catalog
+        self._answer = answer
+        self._pending: list[Pending] = []
+        self._pending_keys: set[tuple[str, int]] = set()
+        self.accepted = 0
+        self.duplicates = 0
+        self.refused = 0
+
+    def take(self, peer: bytes, message: Ingested, seq: int) -> None:
+        """Check a message and keep it for the next commit; raise TraceError to refuse it."""
+        told: Told = message.block if isinstance(message, Rows) else message
+        key = (told.engine_id, seq)
+        if key in self._pending_keys:
+            self.commit()  # so that it is known whether the store took the first copy
+        self._catalog.check(told)
+        if self._catalog.seen(told, seq):
+            self.duplicates += 1
+            self._answer(peer, Ack(), seq)
+            return
+        payload = wire_bytes(message.payload, "u1") if isinstance(message, Rows) else None
+        self._pending.append(Pending(peer, seq, told, Entry(pack(told, seq), payload)))
+        self._pending_keys.add(key)
+        if isinstance(told, Hello):
+            self.commit()  # rows behind this hello are checked against it
+
+    def commit(self) -> None:
+        """Store, index and acknowledge what is pending; refuse what the store has no room for."""
+        batch, self._pending, self._pending_keys = self._pending, [], set()
+        if not batch:
+            return
+        try:
+            self._hold(batch)
+        except StoreFull:
+            for pending in batch:
+                self._hold_or_refuse(pending)
+
+    def _hold_or_refuse(self, pending: Pending) -> None:
+        """A batch that does not fit may hold messages that do."""
+        try:
+            self._hold([pending])
+        except StoreFull as error:
+            self.refused += 1
+            self._answer(pending.peer, refusal(error), pending.seq)
+
+    def _hold(self, batch: list[Pending]) -> None:
+        numbers = self._store.append([pending.entry for pending in batch])
+        for pending, number in zip(batch, numbers, strict=True):
+            self._catalog.apply(pending.told, pending.seq, number)
+            self._answer(pending.peer, Ack(), pending.seq)
+        self.accepted += len(batch)

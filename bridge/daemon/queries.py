@@ -1,0 +1,51 @@
+"""Answers about what the daemon holds."""
+
+from __future__ import annotations
+
+from bridge.daemon.gather import Gather
+from bridge.daemon.ingest import Ingest
+from bridge.index import Catalog
+from bridge.index.summary import summarize
+from bridge.layout import Part
+from bridge.store import Store
+from bridge.wire import Digests, DigestsReply, List, ListReply, StatsReply
+
+_LIST_PAGE = 1000
+
+
+class Census:
+    """Lists trajectories and digests, and counts."""
+
+    def __init__(self, store: Store, catalog: Catalog, ingest: Ingest, gather: Gather) -> None:
+        self._store = store
+        self._catalog = catalog
+        self._ingest = ingest
+        self._gather = gather
+        self.refused = 0
+
+    def list(self, asked: List) -> ListReply:
+        """Return one page of summaries in the order in which trajectories were first told of."""
+        names = [name for name in self._catalog.trajectories if name.startswith(asked.prefix)]
+        stop = asked.after + _LIST_PAGE
+        page = tuple(summarize(self._catalog, name) for name in names[asked.after : stop])
+        return ListReply(page, stop if stop < len(names) else None)
+
+    def digests(self, asked: Digests) -> DigestsReply:
+        """Return the digests of a weight version, by engine."""
+        return DigestsReply(self._catalog.digests.get(asked.weight_version, {}))
+
+    def stats(self) -> StatsReply:
+        """Return the counters."""
+        return StatsReply(
+            store=self._store.tier,
+            used_bytes=self._store.used_bytes(),
+            limit_bytes=self._store.limit_bytes(),
+            engines=len(self._catalog.engines),
+            trajectories=len(self._catalog.trajectories),
+            forward_rows=self._catalog.rows(Part.FORWARD),
+            kv_rows=self._catalog.rows(Part.KV),
+            messages=self._ingest.accepted,
+            duplicates=self._ingest.duplicates,
+            refused=self.refused + self._ingest.refused,
+            corrupt_rows=self._gather.corrupt_rows,
+        )

@@ -1,0 +1,135 @@
+"""The loop: receive what has arrived, ingest it as one batch, answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import zmq
+
+from bridge.daemon.fetching import Fetching
+from bridge.daemon.gather import Gather
+from bridge.daemon.ingest import Ingest
+from bridge.daemon.queries import Census
+from bridge.endpoint import EndpointInUse, checked_endpoint
+from bridge.errors import CorruptMessage, TraceError
+from bridge.index.recovery import recover
+from bridge.refusal import refusal
+from bridge.store import Store
+from bridge.wire import (
+    MAX_FRAME_BYTES,
+    Digests,
+    Fetch,
+    Hello,
+    List,
+    Message,
+    Ping,
+    Pong,
+    Rows,
+    Stats,
+    Trajectory,
+    WeightDigests,
+    decode,
+    encode,
+)
+from bridge.wire.envelope import NO_SEQ
+
+log = logging.getLogger(__name__)
+
+_POLL_MS = 200
+_TURN_MESSAGES = 256
+_TURN_BYTES = 64 << 20
+# Messages that ZeroMQ holds per peer on our behalf; engines bound theirs by bytes (RecordProducer).
+_RECEIVE_QUEUE = 64
+
+
+class Daemon:
+    """Serves one store at one endpoint until told to stop.
+
+    Raises:
+        InvalidEndpoint, EndpointInUse: it cannot listen there.
+    """
+
+    def __init__(self, endpoint: str, store: Store) -> None:
+        self._context = zmq.Context()
+        try:
+            self._socket = _listen(self._context, checked_endpoint(endpoint))
+        except BaseException:
+            self._context.destroy()
+            raise
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        catalog, self.damaged_entries = recover(store)
+        gather = Gather(store)
+        self._ingest = Ingest(store, catalog, self._answer)
+        self._fetching = Fetching(catalog, gather)
+        self._census = Census(store, catalog, self._ingest, gather)
+
+    def run(self, stop_asked: Callable[[], bool]) -> None:
+        """Serve until ``stop_asked()``, looked at a few times a second."""
+        while not stop_asked():
+            if self._socket.poll(_POLL_MS):
+                self.turn()
+
+    def turn(self) -> None:
+        """Handle what has arrived, up to a bound, and commit it."""
+        received = 0
+        for _ in range(_TURN_MESSAGES):
+            try:
+                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            self._handle(peer.bytes, [frame.buffer for frame in frames])
+            received += sum(len(frame) for frame in frames)
+            if received >= _TURN_BYTES:
+                break
+        self._ingest.commit()
+
+    def close(self) -> None:
+        """Stop listening; what peers have not been told is held, they will send again."""
+        self._context.destroy(linger=1000)
+
+    def _handle(self, peer: bytes, frames: list[memoryview]) -> None:
+        seq = NO_SEQ
+        try:
+            message, seq = decode(frames)
+            if isinstance(message, Hello | Rows | Trajectory | WeightDigests):
+                self._ingest.take(peer, message, seq)
+            else:
+                self._answer(peer, self._reply(message), seq)
+        except TraceError as error:
+            self._census.refused += 1
+            log.warning("a message is refused: %s", error)
+            self._answer(peer, refusal(error), seq)
+
+    def _reply(self, message: Message) -> Message:
+        match message:
+            case Fetch():
+                return self._fetching.answer(message)
+            case List():
+                return self._census.list(message)
+            case Digests():
+                return self._census.digests(message)
+            case Stats():
+                return self._census.stats()
+            case Ping():
+                return Pong()
+        raise CorruptMessage(f"a {message.KIND} message is not for a daemon; send it to a client")
+
+    def _answer(self, peer: bytes, message: Message, seq: int) -> None:
+        self._socket.send_multipart([peer, *encode(message, seq)], copy=False)
+
+
+def _listen(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
+    if "[" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise EndpointInUse(
+            f"cannot listen on {endpoint} ({error.strerror}); "
+            "stop what uses it or choose another port with --endpoint"
+        ) from error
+    return socket

@@ -1,0 +1,28 @@
+"""One fingerprint of a quantized tensor, so that two machines can prove they hold the same bits."""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from bridge.fp4 import Fp4Tensor, pack_nibbles
+
+
+def digest(tensor: Fp4Tensor) -> str:
+    """Return the SHA-256 in hex of packed code words, block scales and global scale, in that order.
+
+    Code words are packed two to a byte (even index in the low nibble) and the global scale counts
+    as little-endian FP32. Equal digests mean equal numbers, bit for bit.
+    """
+    sha = hashlib.sha256()
+    for part in (
+        pack_nibbles(tensor.codes_u8),
+        tensor.scales_u8,
+        tensor.global_scale.to(torch.float32),
+    ):
+        sha.update(_bytes_of(part))
+    return sha.hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().numpy().tobytes()

@@ -1,0 +1,89 @@
+"""A bridge daemon that belongs to the process that starts it."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from bridge.errors import BridgeUnreachable
+
+READY = "bridge ready "
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedBridge:
+    """A running daemon; it also stops by itself when this process ends, however it ends."""
+
+    endpoint: str
+    process: subprocess.Popen[bytes]
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Stop the daemon; what it acknowledged stays in its directory."""
+        self.process.terminate()
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+def start(
+    directory: Path | str | None = None,
+    *,
+    disk_limit: str | None = None,
+    memory_limit: str | None = None,
+    endpoint: str = "tcp://127.0.0.1:0",
+    ready_timeout_s: float = 60.0,
+) -> EmbeddedBridge:
+    """Start a daemon on a free loopback port and return when it listens.
+
+    Args:
+        directory: where records are kept; None keeps them in memory only.
+        disk_limit: size such as "64GiB"; None is the default of ``python -m bridge serve``.
+        memory_limit: likewise for a daemon without directory.
+        endpoint: where to listen instead.
+        ready_timeout_s: how long to wait for it.
+
+    Raises:
+        BridgeUnreachable: it ended or did not listen in time; its reason is on stderr.
+    """
+    options = {"--dir": directory, "--disk-limit": disk_limit, "--memory-limit": memory_limit}
+    command = [sys.executable, "-m", "bridge", "serve", "--endpoint", endpoint]
+    command += ["--parent", str(os.getpid())]
+    for option, value in options.items():
+        if value is not None:
+            command += [option, str(value)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    line = _first_line(process.stdout, ready_timeout_s)
+    if not line.startswith(READY):
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        raise BridgeUnreachable(
+            "the embedded bridge did not start; see its reason above and run it by hand: "
+            + " ".join(command[1:6])
+        )
+    return EmbeddedBridge(line.removeprefix(READY), process)
+
+
+def _first_line(stream: IO[bytes], timeout_s: float) -> str:
+    """Return the first line, or what there is of it at the end of the stream or of the time."""
+    end = time.monotonic() + timeout_s
+    received = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        while b"\n" not in received and selector.select(max(0.0, end - time.monotonic())):
+            chunk = os.read(stream.fileno(), 4096)
+            if not chunk:
+                break
+            received += chunk
+    return received.partition(b"\n")[0].decode(errors="replace")

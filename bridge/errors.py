@@ -1,0 +1,38 @@
+# ruff: noqa: N818 - the names say what went wrong; their base says that it is an error
+"""The errors that more than one room raises or catches.
+
+Every message is one sentence that names the fix; command lines print it as `error: <sentence>`
+to stderr and exit with status 1.
+"""
+
+
+class TraceError(Exception):
+    """Base of every error of this project; `str(error)` is one sentence that names the fix."""
+
+
+class SchemaMismatch(TraceError):
+    """The two sides do not speak the same schema: version, message type or record layout."""
+
+
+class CorruptMessage(TraceError):
+    """A message is truncated, oversized or fails its checksum."""
+
+
+class UnknownTrajectory(TraceError):
+    """No record exists under the trajectory name that was asked for."""
+
+
+class WeightVersionMismatch(TraceError):
+    """The records were made with other weights than the trainer holds."""
+
+
+class StoreFull(TraceError):
+    """The store has reached its limit; nothing already acknowledged is lost."""
+
+
+class BridgeUnreachable(TraceError):
+    """No bridge daemon answers at the endpoint."""
+
+
+class NonFiniteActivation(TraceError):
+    """An activation is NaN or infinite, so it has no FP4 code."""

@@ -1,0 +1,31 @@
+"""Build the catalog of a store by replaying its journal."""
+
+from __future__ import annotations
+
+import logging
+
+from bridge.errors import TraceError
+from bridge.index.catalog import Catalog
+from bridge.store.base import Store
+from bridge.store.journal import unpack
+from bridge.wire import Block, Hello, Trajectory, WeightDigests
+
+log = logging.getLogger(__name__)
+
+
+def recover(store: Store) -> tuple[Catalog, int]:
+    """Return (catalog, number of entries that were not readable; their rows are missing)."""
+    catalog = Catalog()
+    damaged = 0
+    for number, header in store.replay():
+        try:
+            told, seq = unpack(header)
+            if not isinstance(told, Hello | Block | Trajectory | WeightDigests):
+                raise TraceError(f"a {told.KIND} message has no place in a journal")
+            catalog.check(told)
+        except TraceError as error:
+            damaged += 1
+            log.warning("entry %d of the store is skipped: %s", number, error)
+            continue
+        catalog.apply(told, seq, number)
+    return catalog, damaged

@@ -1,0 +1,39 @@
+"""What is held of each trajectory, in numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.index.catalog import Catalog
+from bridge.index.trajectory_map import TrajectoryMap
+from bridge.layout import Part
+from bridge.wire import TrajectorySummary
+
+
+def summarize(catalog: Catalog, name: str) -> TrajectorySummary:
+    """Count rows and bytes of one trajectory; rows that trajectories share count in each."""
+    trajectory = catalog.trajectories[name]
+    everything = slice(0, len(trajectory))
+    places = {part: catalog.places(part, trajectory, everything) for part in Part}
+    held = {part: places[part]["block"] >= 0 for part in Part}
+    versions = np.unique(np.concatenate([places[part]["version"][held[part]] for part in Part]))
+    width = {part: _row_bytes(catalog, trajectory, part) for part in Part}
+    due = trajectory.rows >= 0
+    due[:-1] = True
+    return TrajectorySummary(
+        trajectory=name,
+        state=trajectory.state.value,
+        tokens=len(trajectory),
+        rows=int(held[Part.FORWARD].sum()),
+        missing_forward=int((due & ~held[Part.FORWARD] & (width[Part.FORWARD] > 0)).sum()),
+        missing_kv=int((due & ~held[Part.KV] & (width[Part.KV] > 0)).sum()),
+        weight_versions=tuple(catalog.weight_versions[number] for number in versions.tolist()),
+        nbytes=sum(int(width[part][held[part]].sum()) for part in Part),
+    )
+
+
+def _row_bytes(catalog: Catalog, trajectory: TrajectoryMap, part: Part) -> NDArray[np.int64]:
+    widths = [engine.hello.layout.row_bytes(part) for engine in catalog.engine_list]
+    # The extra entry is what engine -1 indexes: a position without a row still lacks one.
+    return np.array([*widths, max(widths)], dtype=np.int64)[trajectory.engines]

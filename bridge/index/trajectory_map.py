@@ -1,0 +1,75 @@
+"""Position -> (token, engine, row) of one trajectory, and the rule by which messages merge.
+
+Why existing entries win on the common prefix: their rows produced the tokens that were sampled.
+A retracted request, a later turn or a resumed rollout computes the same tokens again into new
+rows; those are other activations than the ones the policy acted on.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.wire import TrajectoryState
+
+Number = TypeVar("Number", bound=np.generic)
+
+UNKNOWN_TOKEN = -1
+MISSING_ROW = -1
+
+
+class TrajectoryMap:
+    """tokens int32 [T], engines int32 [T] (index, -1 for none), rows int64 [T] (-1 for none)."""
+
+    def __init__(self) -> None:
+        self.tokens: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+        self.engines: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+        self.rows: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self.state = TrajectoryState.OPEN
+        self.revision = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def merge(
+        self,
+        start: int,
+        tokens_N: NDArray[np.int32],
+        rows_N: NDArray[np.int64],
+        engine: int,
+        state: TrajectoryState,
+    ) -> None:
+        """Merge positions [start, start + N) told by ``engine``.
+
+        Up to the first token that differs, recorded rows stay and only absent ones are filled in;
+        from there on the new history replaces the old one to its end.
+        """
+        stop = start + len(tokens_N)
+        known = self.tokens[start:stop]
+        told = tokens_N[: len(known)]
+        differs = np.flatnonzero((known != told) & (known != UNKNOWN_TOKEN))
+        common = int(differs[0]) if len(differs) else len(tokens_N)
+        self._resize(stop if len(differs) else max(stop, len(self)))
+        absent = self.rows[start : start + common] == MISSING_ROW
+        fill = np.flatnonzero(absent & (rows_N[:common] != MISSING_ROW))
+        self.rows[start + fill] = rows_N[fill]
+        self.engines[start + fill] = engine
+        self.tokens[start:stop] = tokens_N
+        self.rows[start + common : stop] = rows_N[common:]
+        self.engines[start + common : stop] = np.where(rows_N[common:] < 0, -1, engine)
+        self.state = state
+        self.revision += 1
+
+    def _resize(self, length: int) -> None:
+        self.tokens = _resized(self.tokens, length, UNKNOWN_TOKEN)
+        self.engines = _resized(self.engines, length, -1)
+        self.rows = _resized(self.rows, length, MISSING_ROW)
+
+
+def _resized(values: NDArray[Number], length: int, fill: int) -> NDArray[Number]:
+    out = np.full(length, fill, dtype=values.dtype)
+    kept = min(length, len(values))
+    out[:kept] = values[:kept]
+    return out

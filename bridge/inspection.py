@@ -1,0 +1,93 @@
+"""What a bridge or a store directory holds, as a table or JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bridge.client import TraceClient
+from bridge.index.recovery import recover
+from bridge.index.summary import summarize
+from bridge.sizes import format_size
+from bridge.store import DiskStore
+from bridge.wire import TrajectorySummary
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """Summaries of trajectories and the size of the store that holds them."""
+
+    source: str
+    store: str
+    used_bytes: int
+    limit_bytes: int | None
+    trajectories: list[TrajectorySummary]
+
+
+def inspect_endpoint(endpoint: str, prefix: str) -> Inspection:
+    """Ask a running bridge; raise BridgeUnreachable."""
+    with TraceClient(endpoint, timeout_s=10.0) as client:
+        stats = client.stats()
+        return Inspection(
+            endpoint,
+            stats.store,
+            stats.used_bytes,
+            stats.limit_bytes,
+            client.list_trajectories(prefix),
+        )
+
+
+def inspect_directory(directory: Path, prefix: str) -> Inspection:
+    """Read a store directory, whether or not a daemon serves it; raise CorruptStore."""
+    store = DiskStore(directory, 0, readonly=True)
+    try:
+        catalog, _ = recover(store)
+        names = [name for name in catalog.trajectories if name.startswith(prefix)]
+        summaries = [summarize(catalog, name) for name in names]
+        return Inspection(str(directory), store.tier, store.used_bytes(), None, summaries)
+    finally:
+        store.close()
+
+
+def to_json(inspection: Inspection) -> str:
+    """Return the inspection as JSON, with totals."""
+    return json.dumps({**asdict(inspection), "totals": _totals(inspection)}, indent=2)
+
+
+def render(inspection: Inspection) -> None:
+    """Print the inspection as a table with totals."""
+    table = Table(title=f"{inspection.source} ({inspection.store})", show_footer=True)
+    totals = _totals(inspection)
+    table.add_column("trajectory", f"{len(inspection.trajectories)} trajectories", overflow="fold")
+    table.add_column("state")
+    for name in ("tokens", "rows", "missing_forward", "missing_kv"):
+        table.add_column(name.replace("_", " "), str(totals[name]), justify="right")
+    table.add_column("weight versions")
+    table.add_column("bytes", format_size(totals["nbytes"]), justify="right")
+    for item in inspection.trajectories:
+        table.add_row(
+            item.trajectory,
+            item.state,
+            *(str(value) for value in (item.tokens, item.rows)),
+            *(str(value) for value in (item.missing_forward, item.missing_kv)),
+            ", ".join(item.weight_versions),
+            format_size(item.nbytes),
+        )
+    console = Console()
+    console.print(table)
+    console.print(f"store: {_fill(inspection)} (a row that trajectories share is stored once)")
+
+
+def _fill(inspection: Inspection) -> str:
+    used = format_size(inspection.used_bytes)
+    limit = inspection.limit_bytes
+    return used if limit is None else f"{used} of {format_size(limit)}"
+
+
+def _totals(inspection: Inspection) -> dict[str, int]:
+    names = ("tokens", "rows", "missing_forward", "missing_kv", "nbytes")
+    return {name: sum(getattr(item, name) for item in inspection.trajectories) for name in names}

@@ -1,0 +1,351 @@
+"""What a recorded token row looks like, byte for byte, and what a token costs.
+
+A row has two parts that travel at different times: FORWARD (routes, fc1, fc2) after each forward
+pass, KV (k, v) when a request finishes and its FP4 cache is read back. The order of fields:
+
+    FORWARD  every MoE layer's routes, then for each captured MoE layer its fc1, then its fc2
+             slot by slot
+    KV       for each captured attention layer its k, then its v
+
+A quantized site is NVFP4: code planes (see `bridge.lowbits`), E4M3 block scales, and for fc1 and
+fc2 the token's FP32 scale. K and V have one FP32 scale a layer, told once by the engine, not here.
+Multi-byte numbers are little-endian.
+
+Shape legend: T rows, K expert slots of a token (top-k), N values of a site, B bytes of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from bridge.errors import SchemaMismatch
+from bridge.fp4 import NVFP4_BLOCK
+from bridge.layout.shape import (
+    MAX_LAYERS,
+    LayoutError,
+    ModelShape,
+    check_layers,
+    check_range,
+)
+from bridge.layout.site import PART_OF, Kind, Part, Site, SiteRecord
+from bridge.lowbits import MAX_BITS, pack_planes, plane_bytes
+
+TOKEN_SCALE_BYTES = 4
+MAX_ROW_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Field:
+    """One run of bytes of a row part. `slot` is the expert slot of fc2, None elsewhere."""
+
+    site: Site
+    layer: int
+    slot: int | None
+    kind: Kind
+    offset: int
+    nbytes: int
+
+
+# A field before its place in the row is known: all of `Field` but the offset.
+_Unplaced = tuple[Site, int, int | None, Kind, int]
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Which bytes of a row hold what, for one model and one choice of layers, sites and bits.
+
+    `layers` are the captured layers, ascending; a layer that has no experts or no KV cache simply
+    lacks those sites. Routes, if chosen, are those of every MoE layer, captured or not.
+
+    Raises:
+        LayoutError: if layers, sites or bits are not a choice the shape allows.
+    """
+
+    shape: ModelShape
+    layers: tuple[int, ...]
+    sites: tuple[Site, ...]
+    bits: int = 1
+
+    def __post_init__(self) -> None:
+        check_range("bits", self.bits, 1, MAX_BITS)
+        check_layers("layers", self.layers, self.shape.num_layers)
+        # One order for equal choices, so that equal layouts compare and hash equal.
+        object.__setattr__(self, "sites", tuple(site for site in Site if site in self.sites))
+        check_range("bytes of a row", self.bytes_per_token(), 0, MAX_ROW_BYTES)
+
+    # --- what lies where
+
+    def fields(self, part: Part) -> tuple[Field, ...]:
+        """Return the fields of a row part in byte order, without gaps."""
+        return self._fields[part]
+
+    def row_bytes(self, part: Part) -> int:
+        """Return the bytes of one row of `part`; 0 if no site of the part is recorded."""
+        last = self._fields[part][-1:]
+        return last[0].offset + last[0].nbytes if last else 0
+
+    def bytes_per_token(self) -> int:
+        """Return the bytes that one token costs, both parts together."""
+        return sum(self.row_bytes(part) for part in Part)
+
+    def breakdown(self) -> dict[Site, dict[Kind, int]]:
+        """Return the bytes per token by site and kind; the sum is `bytes_per_token()`."""
+        table: dict[Site, dict[Kind, int]] = {site: {} for site in self.sites}
+        for part in Part:
+            for field in self.fields(part):
+                kinds = table[field.site]
+                kinds[field.kind] = kinds.get(field.kind, 0) + field.nbytes
+        return table
+
+    def site_layers(self, site: Site) -> tuple[int, ...]:
+        """Return the layers that hold `site` in this record, ascending."""
+        return tuple(layer for held, layer in self._columns if held is site)
+
+    def columns(self, site: Site, layer: int) -> slice:
+        """Return the byte columns of `site` at `layer` in its part's rows; fc2: all slots.
+
+        Raises:
+            LayoutError: if the record holds no such site.
+        """
+        try:
+            return self._columns[site, layer]
+        except KeyError:
+            raise LayoutError(
+                f"The record holds no {site} of layer {layer}: capture it in the rollout "
+                f"or ask for the layers {self.site_layers(site)}."
+            ) from None
+
+    @cached_property
+    def _fields(self) -> dict[Part, tuple[Field, ...]]:
+        return {
+            Part.FORWARD: tuple(_placed(self._forward_fields())),
+            Part.KV: tuple(_placed(self._kv_fields())),
+        }
+
+    @cached_property
+    def _columns(self) -> dict[tuple[Site, int], slice]:
+        columns: dict[tuple[Site, int], slice] = {}
+        for part in Part:
+            for field in self.fields(part):
+                key = (field.site, field.layer)
+                start = columns[key].start if key in columns else field.offset
+                columns[key] = slice(start, field.offset + field.nbytes)
+        return columns
+
+    def _forward_fields(self) -> Iterator[_Unplaced]:
+        if Site.ROUTES in self.sites:
+            for layer in self.shape.moe_layers:
+                yield Site.ROUTES, layer, None, Kind.ROUTES, self.shape.top_k * self.id_bytes
+        for layer in self.layers:
+            if layer not in self.shape.moe_layers:
+                continue
+            if Site.FC1 in self.sites:
+                yield from self._quantized(Site.FC1, layer, None)
+            if Site.FC2 in self.sites:
+                for slot in range(self.shape.top_k):
+                    yield from self._quantized(Site.FC2, layer, slot)
+
+    def _kv_fields(self) -> Iterator[_Unplaced]:
+        for layer in self.layers:
+            if layer in self.shape.attention_layers:
+                for site in (Site.K, Site.V):
+                    if site in self.sites:
+                        yield from self._quantized(site, layer, None)
+
+    def _quantized(self, site: Site, layer: int, slot: int | None) -> Iterator[_Unplaced]:
+        n = self.width(site)
+        yield site, layer, slot, Kind.CODES, plane_bytes(n, self.bits)
+        yield site, layer, slot, Kind.SCALES, n // NVFP4_BLOCK
+        if PART_OF[site] is Part.FORWARD:
+            yield site, layer, slot, Kind.TOKEN_SCALE, TOKEN_SCALE_BYTES
+
+    def width(self, site: Site) -> int:
+        """Return N, the values of one token (and expert slot) at a quantized site."""
+        widths = {
+            Site.FC1: self.shape.hidden_size,
+            Site.FC2: self.shape.moe_intermediate_size,
+            Site.K: self.shape.num_kv_heads * self.shape.head_dim,
+            Site.V: self.shape.num_kv_heads * self.shape.head_dim,
+        }
+        return widths[site]
+
+    @property
+    def id_bytes(self) -> int:
+        """Bytes of one expert id."""
+        return 1 if self.shape.num_experts <= 256 else 2
+
+    # --- reading and writing rows
+
+    def site(self, rows_u8: Tensor, site: Site, layer: int) -> SiteRecord:
+        """Return `site` of `layer` out of rows uint8 [T, B] of the site's part.
+
+        Raises:
+            LayoutError: if the record holds no such site or the rows have another width.
+        """
+        cells = self._cells(rows_u8, site, layer)
+        n = self.width(site)
+        planes, scales = plane_bytes(n, self.bits), n // NVFP4_BLOCK
+        tail = cells[..., planes + scales :]
+        return SiteRecord(
+            planes_u8=cells[..., :planes],
+            scales_u8=cells[..., planes : planes + scales],
+            token_scale=_float32_of(tail) if PART_OF[site] is Part.FORWARD else None,
+            bits=self.bits,
+        )
+
+    def split(self, part: Part, rows_u8: Tensor) -> dict[tuple[Site, int], SiteRecord]:
+        """Return every quantized site of rows uint8 [T, B], by site and layer."""
+        return {
+            (site, layer): self.site(rows_u8, site, layer)
+            for site, layer in self._columns
+            if PART_OF[site] is part and site is not Site.ROUTES
+        }
+
+    def routes(self, rows_u8: Tensor) -> Tensor:
+        """Return the expert ids of all MoE layers in forward rows [T, B]: int64 [T, layers, K].
+
+        They are in the engine's top-k order; layers are those of `shape.moe_layers`.
+        """
+        moe = self.shape.moe_layers
+        columns = slice(
+            self.columns(Site.ROUTES, moe[0]).start, self._columns[Site.ROUTES, moe[-1]].stop
+        )
+        ids = self._checked(rows_u8, Part.FORWARD)[:, columns].to(torch.int64)
+        ids = ids.reshape(len(ids), len(moe), self.shape.top_k, self.id_bytes)
+        return ids[..., 0] if self.id_bytes == 1 else ids[..., 0] | ids[..., 1] << 8
+
+    def write_site(
+        self,
+        rows_u8: Tensor,
+        site: Site,
+        layer: int,
+        codes_u8: Tensor,
+        scales_u8: Tensor,
+        token_scale: Tensor | None = None,
+    ) -> None:
+        """Write `site` of `layer` into rows uint8 [T, B] in place, on the rows' device, no waiting.
+
+        Args:
+            rows_u8: rows of the site's part, contiguous along B.
+            site: a quantized site; routes go through `write_routes`.
+            layer: a captured layer.
+            codes_u8: uint8 [T, N] full code words, fc2: [T, K, N].
+            scales_u8: uint8 [T, N / 16] E4M3 bits, fc2: [T, K, N / 16].
+            token_scale: float32 [T, 1], fc2: [T, K, 1]; None for k and v.
+        """
+        cells = self._cells(rows_u8, site, layer)
+        pieces = [pack_planes(codes_u8, self.bits), scales_u8]
+        if token_scale is not None:
+            pieces.append(token_scale.contiguous().view(torch.uint8))
+        cells.copy_(torch.cat(pieces, dim=-1))
+
+    def write_routes(self, rows_u8: Tensor, layer: int, experts_TK: Tensor) -> None:
+        """Write the expert ids [T, K] of MoE layer `layer` into forward rows [T, B] in place."""
+        ids = experts_TK.to(torch.int32).unsqueeze(-1)
+        split = torch.cat((ids & 0xFF, ids >> 8)[: self.id_bytes], dim=-1).flatten(-2)
+        rows = self._checked(rows_u8, Part.FORWARD)
+        rows[:, self.columns(Site.ROUTES, layer)].copy_(split)
+
+    def _cells(self, rows_u8: Tensor, site: Site, layer: int) -> Tensor:
+        """Return the bytes of one site as a view: [T, bytes], fc2: [T, K, bytes of a slot]."""
+        cells = self._checked(rows_u8, PART_OF[site])[:, self.columns(site, layer)]
+        if site is Site.FC2:
+            return cells.view(len(cells), self.shape.top_k, cells.shape[-1] // self.shape.top_k)
+        return cells
+
+    def _checked(self, rows_u8: Tensor, part: Part) -> Tensor:
+        if rows_u8.dtype != torch.uint8 or rows_u8.shape[1:] != (self.row_bytes(part),):
+            raise LayoutError(
+                f"Rows of {rows_u8.dtype} {tuple(rows_u8.shape)} are not {part} rows of this "
+                f"layout: pass uint8 [T, {self.row_bytes(part)}]."
+            )
+        return rows_u8
+
+    # --- asking for less
+
+    def narrow(
+        self, layers: Iterable[int] | None = None, sites: Iterable[Site] | None = None
+    ) -> RecordLayout:
+        """Return the layout that keeps only these layers and sites; None keeps all.
+
+        Layers narrow the quantized sites; routes stay those of every MoE layer.
+
+        Raises:
+            LayoutError: if this record does not hold a layer or site that is asked for.
+        """
+        kept_layers = self.layers if layers is None else tuple(sorted(set(layers)))
+        kept_sites = self.sites if sites is None else tuple(Site(site) for site in sites)
+        if not (set(kept_layers) <= set(self.layers) and set(kept_sites) <= set(self.sites)):
+            raise LayoutError(
+                f"Layers {kept_layers} and sites {', '.join(kept_sites)} were asked for, but the "
+                f"record holds layers {self.layers} and sites {', '.join(self.sites)}."
+            )
+        return RecordLayout(self.shape, kept_layers, kept_sites, self.bits)
+
+    def selection(self, part: Part, narrowed: RecordLayout) -> tuple[slice, ...]:
+        """Return the column slices of this layout whose bytes, in order, are a narrowed row."""
+        slices: list[slice] = []
+        for site, layer in narrowed._columns:
+            if PART_OF[site] is not part:
+                continue
+            columns = self.columns(site, layer)
+            if slices and slices[-1].stop == columns.start:
+                columns = slice(slices.pop().start, columns.stop)
+            slices.append(columns)
+        return tuple(slices)
+
+    # --- over the wire
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the layout as a map of plain ints, strings and lists."""
+        shape = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.shape).items()}
+        return {
+            "shape": shape,
+            "layers": list(self.layers),
+            "sites": [str(site) for site in self.sites],
+            "bits": self.bits,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Return the layout that `to_dict` described, checked and bounded.
+
+        Raises:
+            SchemaMismatch: if entries are missing, of a wrong type or out of bounds.
+        """
+        try:
+            shape = {field.name: _plain(data["shape"][field.name]) for field in fields(ModelShape)}
+            sites = tuple(Site(site) for site in data["sites"])
+            return cls(ModelShape(**shape), _plain(data["layers"]), sites, _plain(data["bits"]))
+        except (LayoutError, KeyError, TypeError, ValueError) as error:
+            raise SchemaMismatch(
+                f"The record layout is not valid ({error}): "
+                f"run the same release of sglang-trace on both sides."
+            ) from error
+
+
+def _placed(unplaced: Iterable[_Unplaced]) -> Iterator[Field]:
+    offset = 0
+    for site, layer, slot, kind, nbytes in unplaced:
+        yield Field(site, layer, slot, kind, offset, nbytes)
+        offset += nbytes
+
+
+def _float32_of(bytes_u8: Tensor) -> Tensor:
+    """Reinterpret [..., 4] bytes as float32 [..., 1]; copied, because columns are not aligned."""
+    return bytes_u8.clone(memory_format=torch.contiguous_format).view(torch.float32)
+
+
+def _plain(value: Any) -> Any:
+    """Return an int as it is and a list of ints as a tuple; refuse anything else, bools too."""
+    if type(value) is int:
+        return value
+    if isinstance(value, list) and len(value) <= MAX_LAYERS and {type(v) for v in value} <= {int}:
+        return tuple(value)
+    raise TypeError(f"{value!r:.60} is neither an integer nor a short list of integers")

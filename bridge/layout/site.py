@@ -1,0 +1,76 @@
+"""Where in the model a record is taken, and one such place read back from rows.
+
+Shape legend: T rows, K expert slots of a token (top-k), N values of a site.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch import Tensor
+
+from bridge.fp4 import NVFP4_BLOCK, decode_e4m3
+from bridge.lowbits import unpack_planes
+
+
+class Site(StrEnum):
+    """A place in the model whose code words (or expert ids) are recorded."""
+
+    FC1 = "fc1"
+    FC2 = "fc2"
+    K = "k"
+    V = "v"
+    ROUTES = "routes"
+
+
+class Part(StrEnum):
+    """The halves of a row, by when they travel."""
+
+    FORWARD = "forward"
+    KV = "kv"
+
+
+class Kind(StrEnum):
+    """What the bytes of a field hold."""
+
+    CODES = "codes"
+    SCALES = "scales"
+    TOKEN_SCALE = "token_scale"
+    ROUTES = "routes"
+
+
+PART_OF = {
+    Site.ROUTES: Part.FORWARD,
+    Site.FC1: Part.FORWARD,
+    Site.FC2: Part.FORWARD,
+    Site.K: Part.KV,
+    Site.V: Part.KV,
+}
+
+
+@dataclass(frozen=True)
+class SiteRecord:
+    """One site of one layer in many rows, as views or copies of the rows' bytes.
+
+    planes_u8    uint8 [T, bits * N / 8], fc2: [T, K, bits * N / 8]
+    scales_u8    uint8 [T, N / 16] E4M3 bits, fc2: [T, K, N / 16]
+    token_scale  float32 [T, 1], fc2: [T, K, 1]; None for k and v, whose scale is the layer's
+    bits         bits kept of each code word
+    """
+
+    planes_u8: Tensor
+    scales_u8: Tensor
+    token_scale: Tensor | None
+    bits: int
+
+    def low_codes(self) -> Tensor:
+        """Return the low `bits` bits of every code word: uint8 [T, N], fc2: [T, K, N]."""
+        return unpack_planes(self.planes_u8, self.bits, self.scales_u8.shape[-1] * NVFP4_BLOCK)
+
+    def effective_scale(self, global_scale: Tensor | float = 1.0) -> Tensor:
+        """Return block scale * global scale: float32 [T, N / 16], fc2: [T, K, N / 16].
+
+        The global scale is the token's if the record holds one, else `global_scale`: for k and v
+        pass the engine's scale of the layer.
+        """
+        scale = global_scale if self.token_scale is None else self.token_scale
+        return decode_e4m3(self.scales_u8) * scale

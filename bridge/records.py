@@ -1,0 +1,60 @@
+"""What a trainer gets for a trajectory.
+
+Shapes: T = positions, F / K = bytes of a forward / kv row of ``layout``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bridge.layout import RecordLayout
+from bridge.wire import TrajectoryState
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryRecords:
+    """Records of positions [start, start + T) of a trajectory.
+
+    The row at a position is the computation that consumed the token there and produced the logits
+    of the next token; the last sampled token has none. ``valid`` false is a missing row, whose
+    bytes are zero and mean nothing.
+
+    Attributes:
+        trajectory: its name.
+        state: as last told by an engine.
+        start: absolute position of index 0.
+        length: tokens of the whole trajectory, whatever was asked for.
+        layout: what the columns of forward and kv are; reduced to the layers and sites asked for.
+        kv_scales: attention layer -> global (K, V) scale; absent layers have 1.0.
+        tokens: int32 [T]; -1 where no engine told the token.
+        forward: uint8 [T, F].
+        forward_valid: bool [T].
+        kv: uint8 [T, K].
+        kv_valid: bool [T].
+        weight_versions: the weight versions that occur.
+        weight_version_index: int32 [T] into weight_versions, -1 where no row is recorded.
+        engine_ids: the engines that occur.
+        engine_index: int32 [T] into engine_ids, -1 where there is no row.
+    """
+
+    trajectory: str
+    state: TrajectoryState
+    start: int
+    length: int
+    layout: RecordLayout
+    kv_scales: Mapping[int, tuple[float, float]]
+    tokens: Tensor
+    forward: Tensor
+    forward_valid: Tensor
+    kv: Tensor
+    kv_valid: Tensor
+    weight_versions: tuple[str, ...]
+    weight_version_index: Tensor
+    engine_ids: tuple[str, ...]
+    engine_index: Tensor
+
+    def __len__(self) -> int:
+        return len(self.tokens)

@@ -1,0 +1,36 @@
+"""Errors across the wire: an exception of the daemon becomes the same exception of its peer."""
+
+from __future__ import annotations
+
+from bridge.errors import (
+    CorruptMessage,
+    SchemaMismatch,
+    StoreFull,
+    TraceError,
+    UnknownTrajectory,
+)
+from bridge.index import UnknownEngine
+from bridge.layout import LayoutError
+from bridge.wire import Error
+
+_BY_CODE = {
+    kind.__name__: kind
+    for kind in (
+        CorruptMessage,
+        LayoutError,
+        SchemaMismatch,
+        StoreFull,
+        UnknownEngine,
+        UnknownTrajectory,
+    )
+}
+
+
+def refusal(error: TraceError) -> Error:
+    """Return the message that carries an error."""
+    return Error(type(error).__name__, str(error))
+
+
+def exception(refused: Error) -> TraceError:
+    """Return the exception to raise for a message that carries an error."""
+    return _BY_CODE.get(refused.code, TraceError)(refused.sentence)

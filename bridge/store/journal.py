@@ -1,0 +1,25 @@
+"""A message as one value of the journal, with the checksums that it had on the wire."""
+
+from __future__ import annotations
+
+import msgpack
+
+from bridge.errors import CorruptMessage
+from bridge.wire import Message, decode, encode
+
+
+def pack(message: Message, seq: int) -> bytes:
+    """Return the bytes to keep."""
+    packed: bytes = msgpack.packb([bytes(frame) for frame in encode(message, seq)])
+    return packed
+
+
+def unpack(header: bytes) -> tuple[Message, int]:
+    """Return (message, seq); raise CorruptMessage or SchemaMismatch when the bytes have changed."""
+    try:
+        frames = msgpack.unpackb(header)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise CorruptMessage(f"a journal entry is not readable ({error})") from error
+    if not isinstance(frames, list) or not all(isinstance(frame, bytes) for frame in frames):
+        raise CorruptMessage("a journal entry is not a list of frames")
+    return decode(frames)

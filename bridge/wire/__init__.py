@@ -1,0 +1,45 @@
+"""The ZeroMQ messages of the bridge: dataclasses, their frames, a parser that bounds all sizes."""
+
+from bridge.wire.answer import Ack, Error, Ping, Pong
+from bridge.wire.census import (
+    Digests,
+    DigestsReply,
+    List,
+    ListReply,
+    Stats,
+    StatsReply,
+    TrajectorySummary,
+)
+from bridge.wire.codec import MESSAGES, decode, encode
+from bridge.wire.envelope import MAX_FRAME_BYTES, SCHEMA_VERSION
+from bridge.wire.fetch import Fetch, FetchReply
+from bridge.wire.ingest import Block, Hello, Rows, Trajectory, TrajectoryState, WeightDigests
+from bridge.wire.message import Message
+
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "MESSAGES",
+    "SCHEMA_VERSION",
+    "Ack",
+    "Block",
+    "Digests",
+    "DigestsReply",
+    "Error",
+    "Fetch",
+    "FetchReply",
+    "Hello",
+    "List",
+    "ListReply",
+    "Message",
+    "Ping",
+    "Pong",
+    "Rows",
+    "Stats",
+    "StatsReply",
+    "Trajectory",
+    "TrajectoryState",
+    "TrajectorySummary",
+    "WeightDigests",
+    "decode",
+    "encode",
+]

@@ -1,0 +1,54 @@
+"""Messages to frames and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bridge.errors import CorruptMessage
+from bridge.wire import answer, census, fetch, ingest
+from bridge.wire.envelope import Buffer, seal, unseal
+from bridge.wire.message import Message
+
+MESSAGES: dict[str, type[Message]] = {
+    kind.KIND: kind
+    for kind in (
+        ingest.Hello,
+        ingest.Rows,
+        ingest.Block,
+        ingest.Trajectory,
+        ingest.WeightDigests,
+        answer.Ack,
+        answer.Error,
+        fetch.Fetch,
+        fetch.FetchReply,
+        census.List,
+        census.ListReply,
+        census.Digests,
+        census.DigestsReply,
+        census.Stats,
+        census.StatsReply,
+        answer.Ping,
+        answer.Pong,
+    )
+}
+
+
+def encode(message: Message, seq: int) -> list[Buffer]:
+    """Return the frames of a message; large arrays are passed on without a copy."""
+    return seal(message.KIND, seq, message.body(), message.frames(), message.tail())
+
+
+def decode(frames: Sequence[Buffer]) -> tuple[Message, int]:
+    """Return (message, seq).
+
+    Raises:
+        SchemaMismatch: the sender speaks another schema version.
+        CorruptMessage: anything else that is not one of our messages, whole and unaltered.
+    """
+    envelope = unseal(frames)
+    kind = MESSAGES.get(envelope.kind)
+    if kind is None:
+        raise CorruptMessage(
+            "a message of unknown type; install the same sglang-trace version on both sides"
+        )
+    return kind.parse(envelope), envelope.seq

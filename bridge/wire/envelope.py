@@ -1,0 +1,121 @@
+"""Frames of one message: a sealed header, then raw payload frames with their checksums.
+
+First frame: 16-byte preamble (magic, schema version, reserved, header length, header CRC-32), then
+a msgpack map {"type", "seq", "crcs", "tail", "body"}. The schema version sits in front of msgpack,
+so a later schema may change the whole header and an old reader still names the version.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from bridge.errors import CorruptMessage, SchemaMismatch
+
+SCHEMA_VERSION = 1
+MAX_HEADER_BYTES = 16 << 20
+MAX_SEQ = 1 << 62
+NO_SEQ = -1
+MAX_FRAMES = 8
+MAX_FRAME_BYTES = 256 << 20
+
+Buffer = bytes | memoryview
+
+_MAGIC = b"TRCE"
+_PREAMBLE = struct.Struct("<4sHHII")
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A message whose header and checked frames are intact.
+
+    ``tail`` is a last frame that carries its checksums elsewhere (one per row, in an earlier
+    frame), so bulk bytes are hashed once from the engine to the trainer.
+    """
+
+    kind: str
+    seq: int
+    body: dict[str, Any]
+    frames: tuple[memoryview, ...]
+    tail: memoryview | None
+
+
+def seal(
+    kind: str, seq: int, body: dict[str, Any], frames: Sequence[Buffer], tail: Buffer | None
+) -> list[Buffer]:
+    """Return the frames to send; payload frames are passed on, not copied."""
+    header = msgpack.packb(
+        {
+            "type": kind,
+            "seq": seq,
+            "crcs": [zlib.crc32(frame) for frame in frames],
+            "tail": tail is not None,
+            "body": body,
+        }
+    )
+    if len(header) > MAX_HEADER_BYTES:
+        raise CorruptMessage(
+            f"a {kind} header of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}; "
+            "send fewer names in one message"
+        )
+    preamble = _PREAMBLE.pack(_MAGIC, SCHEMA_VERSION, 0, len(header), zlib.crc32(header))
+    return [preamble + header, *frames, *([] if tail is None else [tail])]
+
+
+def unseal(frames: Sequence[Buffer]) -> Envelope:
+    """Check version, sizes and checksums; raise SchemaMismatch or CorruptMessage."""
+    if not 1 <= len(frames) <= MAX_FRAMES:
+        raise CorruptMessage(f"a message has 1 to {MAX_FRAMES} frames, this one {len(frames)}")
+    header = _open_header(memoryview(frames[0]))
+    payload = tuple(memoryview(frame) for frame in frames[1:])
+    if any(frame.nbytes > MAX_FRAME_BYTES for frame in payload):
+        raise CorruptMessage(f"a frame is over the limit of {MAX_FRAME_BYTES} bytes")
+    tail = payload[-1] if header["tail"] and payload else None
+    checked = payload if tail is None else payload[:-1]
+    if (tail is None) == header["tail"] or len(checked) != len(header["crcs"]):
+        raise CorruptMessage("the message lacks frames that its header announces; resend it")
+    for number, (frame, crc) in enumerate(zip(checked, header["crcs"], strict=True), start=1):
+        if zlib.crc32(frame) != crc:
+            raise CorruptMessage(f"frame {number} of the message fails its checksum; resend it")
+    return Envelope(header["type"], header["seq"], header["body"], checked, tail)
+
+
+def _open_header(frame: memoryview) -> dict[str, Any]:
+    if frame.nbytes < _PREAMBLE.size or bytes(frame[:4]) != _MAGIC:
+        raise CorruptMessage(
+            "this is not a bridge message; connect only sglang-trace processes to the endpoint"
+        )
+    _, version, reserved, length, crc = _PREAMBLE.unpack(frame[: _PREAMBLE.size])
+    if version != SCHEMA_VERSION:
+        raise SchemaMismatch(
+            f"the message has wire schema {version} and this process speaks {SCHEMA_VERSION}; "
+            "install the same sglang-trace version on both sides"
+        )
+    packed = frame[_PREAMBLE.size :]
+    if reserved != 0 or length != packed.nbytes or length > MAX_HEADER_BYTES:
+        raise CorruptMessage(
+            f"the message header has {packed.nbytes} bytes where {length} are announced; resend it"
+        )
+    if zlib.crc32(packed) != crc:
+        raise CorruptMessage("the message header fails its checksum; resend it")
+    return _checked_header(packed)
+
+
+def _checked_header(packed: memoryview) -> dict[str, Any]:
+    try:
+        header = msgpack.unpackb(packed)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise CorruptMessage(f"the message header is not a msgpack map ({error})") from error
+    expected = {"type": str, "seq": int, "crcs": list, "tail": bool, "body": dict}
+    if not isinstance(header, dict) or any(
+        type(header.get(name)) is not kind for name, kind in expected.items()
+    ):
+        raise CorruptMessage("the message header lacks one of type, seq, crcs, tail and body")
+    if not NO_SEQ <= header["seq"] <= MAX_SEQ:
+        raise CorruptMessage("the message's sequence number is out of range; count from 0")
+    return header

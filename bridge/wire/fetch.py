@@ -1,0 +1,148 @@
+"""A trainer asks for records and gets a page of them.
+
+Shapes: T = positions of a reply, F / K = bytes of a forward / kv row in the reply's layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.layout import Part, RecordLayout
+from bridge.wire.envelope import Buffer, Envelope
+from bridge.wire.fields import MAX_COUNT, Fields, array, wire_bytes
+from bridge.wire.ingest import (
+    MAX_TRAJECTORY_TOKENS,
+    TrajectoryState,
+    packed_kv_scales,
+    parsed_kv_scales,
+    parsed_layout,
+    parsed_state,
+)
+from bridge.wire.message import HeaderOnly, frames_of
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch(HeaderOnly):
+    """Ask for positions [start, stop) of a trajectory; None means all layers, sites, positions."""
+
+    KIND: ClassVar[str] = "fetch"
+
+    trajectory: str
+    start: int = 0
+    stop: int | None = None
+    layers: tuple[int, ...] | None = None
+    sites: tuple[str, ...] | None = None
+
+    def body(self) -> dict[str, Any]:
+        """Return the header fields."""
+        return {
+            "trajectory": self.trajectory,
+            "start": self.start,
+            "stop": self.stop,
+            "layers": None if self.layers is None else list(self.layers),
+            "sites": None if self.sites is None else list(self.sites),
+        }
+
+    @classmethod
+    def parse(cls, envelope: Envelope) -> Self:
+        """Build from an intact envelope."""
+        frames_of(envelope, 0)
+        fields = Fields(envelope.body)
+        return cls(
+            fields.name("trajectory"),
+            fields.integer("start", 0, MAX_TRAJECTORY_TOKENS),
+            fields.optional_integer("stop", 0, MAX_TRAJECTORY_TOKENS),
+            fields.optional_integers("layers"),
+            fields.optional_texts("sites"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FetchReply:
+    """One page of a trajectory: T positions from ``start``; ``length`` and ``revision`` are of all.
+
+    ``revision`` changes whenever the trajectory does, so a reader of several pages can tell.
+    ``versions`` indexes ``weight_versions``, -1 where no row is recorded; ``engines`` likewise.
+    A token id of -1 is a position of which no engine has told anything.
+    """
+
+    KIND: ClassVar[str] = "fetch_reply"
+
+    trajectory: str
+    state: TrajectoryState
+    revision: int
+    length: int
+    start: int
+    layout: RecordLayout
+    kv_scales: Mapping[int, tuple[float, float]]
+    weight_versions: tuple[str, ...]
+    engine_ids: tuple[str, ...]
+    tokens: NDArray[np.int32]
+    versions: NDArray[np.int32]
+    engines: NDArray[np.int32]
+    forward_valid: NDArray[np.bool_]
+    kv_valid: NDArray[np.bool_]
+    forward: NDArray[np.uint8]
+    kv: NDArray[np.uint8]
+
+    def body(self) -> dict[str, Any]:
+        """Return the header fields."""
+        return {
+            "trajectory": self.trajectory,
+            "state": self.state.value,
+            "revision": self.revision,
+            "length": self.length,
+            "start": self.start,
+            "positions": len(self.tokens),
+            "layout": self.layout.to_dict(),
+            "kv_scales": packed_kv_scales(self.kv_scales),
+            "weight_versions": list(self.weight_versions),
+            "engine_ids": list(self.engine_ids),
+        }
+
+    def frames(self) -> list[Buffer]:
+        """Return the per-position arrays."""
+        return [
+            wire_bytes(self.tokens, "<i4"),
+            wire_bytes(self.versions, "<i4"),
+            wire_bytes(self.engines, "<i4"),
+            wire_bytes(np.stack([self.forward_valid, self.kv_valid]), np.uint8),
+            wire_bytes(self.forward, np.uint8),
+            wire_bytes(self.kv, np.uint8),
+        ]
+
+    def tail(self) -> Buffer | None:
+        """Return no tail: column selection left the row checksums behind."""
+        return None
+
+    @classmethod
+    def parse(cls, envelope: Envelope) -> Self:
+        """Build from an intact envelope."""
+        tokens, versions, engines, valid, forward, kv = frames_of(envelope, 6)
+        fields = Fields(envelope.body)
+        layout = parsed_layout(fields)
+        count = fields.integer("positions", 0, MAX_TRAJECTORY_TOKENS)
+        forward_valid, kv_valid = array(valid, np.uint8, (2, count)).astype(np.bool_)
+        return cls(
+            fields.name("trajectory"),
+            parsed_state(fields),
+            fields.integer("revision", 0, MAX_COUNT),
+            fields.integer("length", 0, MAX_TRAJECTORY_TOKENS),
+            fields.integer("start", 0, MAX_TRAJECTORY_TOKENS),
+            layout,
+            parsed_kv_scales(fields),
+            fields.texts("weight_versions"),
+            fields.texts("engine_ids"),
+            array(tokens, "<i4", (count,)),
+            array(versions, "<i4", (count,)),
+            array(engines, "<i4", (count,)),
+            forward_valid,
+            kv_valid,
+            array(forward, np.uint8, (count, layout.row_bytes(Part.FORWARD))),
+            array(kv, np.uint8, (count, layout.row_bytes(Part.KV))),
+        )

@@ -1,0 +1,297 @@
+"""Messages from an inference engine.
+
+Shapes: n = rows of one message, R = bytes of one row, T = tokens of one trajectory message.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.errors import CorruptMessage
+from bridge.layout import Part, RecordLayout
+from bridge.wire.envelope import Buffer, Envelope
+from bridge.wire.fields import Fields, array, vector, wire_bytes
+from bridge.wire.message import HeaderOnly, frames_of
+
+MAX_ROWS = 1 << 20
+MAX_ROW_BYTES = 16 << 20
+MAX_ROW_NUMBER = 1 << 62
+MAX_TRAJECTORY_TOKENS = 1 << 22
+MISSING = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(HeaderOnly):
+    """An engine introduces itself: what its rows look like, once per engine_id.
+
+    ``kv_scales`` maps an attention layer to its global (K, V) scales; ``model`` is free text pairs
+    such as the model path.
+    """
+
+    KIND: ClassVar[str] = "hello"
+
+    engine_id: str
+    layout: RecordLayout
+    kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    model: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """Return the header fields."""
+        return {
+            "engine_id": self.engine_id,
+            "layout": self.layout.to_dict(),
+            "kv_scales": packed_kv_scales(self.kv_scales),
+            "model": dict(self.model),
+        }
+
+    @classmethod
+    def parse(cls, envelope: Envelope) -> Self:
+        """Build from an intact envelope."""
+        frames_of(envelope, 0)
+        fields = Fields(envelope.body)
+        return cls(
+            fields.name("engine_id"),
+            parsed_layout(fields),
+            parsed_kv_scales(fields),
+            fields.texts_by_key("model"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What a Rows message says about its rows: all but the record bytes. This is what is indexed.
+
+    ``row_crcs`` has the CRC-32 of every row, made by the engine and checked wherever the row is
+    read, so one altered row never costs more than itself.
+    """
+
+    KIND: ClassVar[str] = "block"
+
+    engine_id: str
+    part: Part
+    weight_version: str
+    row_bytes: int
+    rows: NDArray[np.int64]
+    row_crcs: NDArray[np.uint32]
+
+    def body(self) -> dict[str, Any]:
+        """Return the header fields."""
+        return {
+            "engine_id": self.engine_id,
+            "part": self.part.value,
+            "weight_version": self.weight_version,
+            "row_bytes": self.row_bytes,
+        }
+
+    def frames(self) -> list[Buffer]:
+        """Return row numbers and row checksums."""
+        return [wire_bytes(self.rows, "<i8"), wire_bytes(self.row_crcs, "<u4")]
+
+    def tail(self) -> Buffer | None:
+        """Return no tail: the record bytes travel elsewhere."""
+        return None
+
+    @classmethod
+    def parse(cls, envelope: Envelope) -> Self:
+        """Build from an intact envelope without a tail."""
+        frames_of(envelope, 2)
+        return cls.parse_head(envelope)
+
+    @classmethod
+    def parse_head(cls, envelope: Envelope) -> Self:
+        """Build from the two checked frames."""
+        fields = Fields(envelope.body)
+        rows = vector(envelope.frames[0], "<i8", MAX_ROWS)
+        if int(rows.min()) < 0 or int(rows.max()) > MAX_ROW_NUMBER:
+            raise CorruptMessage("a row number is negative or beyond 2^62; number rows from 0")
+        return cls(
+            fields.name("engine_id"),
+            parsed_part(fields),
+            fields.text("weight_version"),
+            fields.integer("row_bytes", 1, MAX_ROW_BYTES),
+            rows,
+            array(envelope.frames[1], "<u4", rows.shape),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Record bytes of rows: block plus ``payload`` uint8 [n, R]."""
+
+    KIND: ClassVar[str] = "rows"
+
+    block: Block
+    payload: NDArray[np.uint8]
+
+    @classmethod
+    def of(
+        cls,
+        engine_id: str,
+        part: Part,
+        rows: NDArray[np.int64],
+        payload: NDArray[np.uint8],
+        weight_version: str,
+    ) -> Self:
+        """Build a message and the checksums of its rows; rows int64 [n], payload uint8 [n, R]."""
+        crcs = row_checksums(payload)
+        return cls(Block(engine_id, part, weight_version, payload.shape[1], rows, crcs), payload)
+
+    def body(self) -> dict[str, Any]:
+        """Return the header fields."""
+        return self.block.body()
+
+    def frames(self) -> list[Buffer]:
+        """Return row numbers and row checksums."""
+        return self.block.frames()
+
+    def tail(self) -> Buffer | None:
+        """Return the record bytes, protected by the row checksums."""
+        return wire_bytes(self.payload, np.uint8)
+
+    @classmethod
+    def parse(cls, envelope: Envelope) -> Self:
+        """Build from an intact envelope; checks every row."""
+        frames_of(envelope, 2, tail=True)
+        block = Block.parse_head(envelope)
+        assert envelope.tail is not None
+        payload = array(envelope.tail, np.uint8, (len(block.rows), block.row_bytes))
+        if not np.array_equal(row_checksums(payload), block.row_crcs):
+            raise CorruptMessage("a row of the message fails its checksum; resend it")
+        return cls(block, payload)
+
+
+class TrajectoryState(StrEnum):
+    """Where a trajectory stands, as last told by an engine."""
+
+    OPEN = "open"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """Which row consumed each token: tokens int32 [T] and rows int64 [T] from position ``start``.
+
+    Row -1 is a token that no row consumed (yet), such as the last sampled one.
+    """
+
+    KIND: ClassVar[str] = "trajectory"
+
+    engine_id: str
+    trajectory: str
+    start: int
+    tokens: NDArray[np.int32]
+    rows: NDArray[np.int64]
+    state: TrajectoryState
+
+    def body(self) -> dict[str, Any]:
+        """Return the header fields."""
+        return {
+            "engine_id": self.engine_id,
+            "trajectory": self.trajectory,
+            "start": self.start,
+            "state": self.state.value,
+        }
+
+    def frames(self) -> list[Buffer]:
+        """Return tokens and row numbers."""
+        return [wire_bytes(self.tokens, "<i4"), wire_bytes(self.rows, "<i8")]
+
+    def tail(self) -> Buffer | None:
+        """Return no tail."""
+        return None
+
+    @classmethod
+    def parse(cls, envelope: Envelope) -> Self:
+        """Build from an intact envelope."""
+        token_frame, row_frame = frames_of(envelope, 2)
+        fields = Fields(envelope.body)
+        tokens = vector(token_frame, "<i4", MAX_TRAJECTORY_TOKENS)
+        rows = array(row_frame, "<i8", tokens.shape)
+        if int(tokens.min()) < 0 or int(rows.min()) < MISSING or int(rows.max()) > MAX_ROW_NUMBER:
+            raise CorruptMessage("a trajectory with a negative token id or an invalid row number")
+        return cls(
+            fields.name("engine_id"),
+            fields.name("trajectory"),
+            fields.integer("start", 0, MAX_TRAJECTORY_TOKENS - len(tokens)),
+            tokens,
+            rows,
+            parsed_state(fields),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightDigests(HeaderOnly):
+    """Digests of an engine's quantized weights: tensor name -> hex, for one weight version."""
+
+    KIND: ClassVar[str] = "weight_digests"
+
+    engine_id: str
+    weight_version: str
+    digests: Mapping[str, str]
+
+    def body(self) -> dict[str, Any]:
+        """Return the header fields."""
+        return {
+            "engine_id": self.engine_id,
+            "weight_version": self.weight_version,
+            "digests": dict(self.digests),
+        }
+
+    @classmethod
+    def parse(cls, envelope: Envelope) -> Self:
+        """Build from an intact envelope."""
+        frames_of(envelope, 0)
+        fields = Fields(envelope.body)
+        return cls(
+            fields.name("engine_id"), fields.text("weight_version"), fields.texts_by_key("digests")
+        )
+
+
+def row_checksums(payload: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """Return the CRC-32 of every row of uint8 [n, R] as uint32 [n]."""
+    rows = np.ascontiguousarray(payload)
+    return np.fromiter((zlib.crc32(row.data) for row in rows), dtype=np.uint32, count=len(rows))
+
+
+def parsed_layout(fields: Fields) -> RecordLayout:
+    """Return the layout of a header; raise SchemaMismatch if it is not a valid one."""
+    return RecordLayout.from_dict(fields.mapping("layout"))
+
+
+def packed_kv_scales(scales: Mapping[int, tuple[float, float]]) -> list[list[float]]:
+    """Return [layer, k, v] triples: msgpack maps here have string keys only."""
+    return [[layer, float(k), float(v)] for layer, (k, v) in sorted(scales.items())]
+
+
+def parsed_kv_scales(fields: Fields) -> dict[int, tuple[float, float]]:
+    """Return layer -> (K scale, V scale)."""
+    scales: dict[int, tuple[float, float]] = {}
+    for item in fields.items("kv_scales"):
+        if type(item) is not list or [type(value) for value in item] != [int, float, float]:
+            raise CorruptMessage("kv_scales is not a list of [layer, k, v]")
+        scales[item[0]] = (item[1], item[2])
+    return scales
+
+
+def parsed_part(fields: Fields) -> Part:
+    """Return the part of a record."""
+    try:
+        return Part(fields.text("part"))
+    except ValueError as error:
+        raise CorruptMessage(f"unknown record part: {error}") from error
+
+
+def parsed_state(fields: Fields) -> TrajectoryState:
+    """Return the state of a trajectory."""
+    try:
+        return TrajectoryState(fields.text("state"))
+    except ValueError as error:
+        raise CorruptMessage(f"unknown trajectory state: {error}") from error

@@ -1,0 +1,119 @@
+"""One real SGLang server as a context manager, and the few calls of its HTTP API the demo makes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+
+START_TIMEOUT_S = 240
+
+
+class ServerFailed(Exception):
+    """The server did not start or answered with an error; the message ends with its log."""
+
+
+def free_port() -> int:
+    """A loopback port nobody holds right now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@dataclass
+class Server:
+    """`python -m sglang_trace.launch_server` with `flags`, its log in `log`.
+
+    Entering waits until the server answers; leaving ends it and every process it started.
+    """
+
+    model: Path
+    log: Path
+    flags: list[str]
+    env: dict[str, str] = field(default_factory=dict)
+    on_wait: Callable[[float], None] = lambda _: None
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        command = [
+            *(sys.executable, "-m", "sglang_trace.launch_server"),
+            *("--model-path", str(self.model), "--host", "127.0.0.1", "--port", str(self.port)),
+            *self.flags,
+        ]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | self.env,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def _wait_until_healthy(self) -> None:
+        started = time.monotonic()
+        while time.monotonic() - started < START_TIMEOUT_S:
+            assert self.process is not None
+            if (code := self.process.poll()) is not None:
+                raise ServerFailed(f"the server ended with exit code {code}:\n{self.log_tail()}")
+            try:
+                if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return
+            except requests.RequestException:
+                pass
+            self.on_wait(time.monotonic() - started)
+            time.sleep(0.5)
+        raise ServerFailed(f"no answer within {START_TIMEOUT_S} s:\n{self.log_tail()}")
+
+    def _stop(self) -> None:
+        """SIGTERM to the launcher, SIGKILL to its whole process group when that is not enough."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    @property
+    def url(self) -> str:
+        """Base address of the HTTP API."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The last lines of the server's log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """POST `body`; the decoded reply. Raises ServerFailed with the server's own words."""
+        reply = requests.post(f"{self.url}{path}", json=body, timeout=600)
+        if reply.status_code != 200:
+            raise ServerFailed(f"{path} answered {reply.status_code}: {reply.text[:500]}")
+        return reply.json()
+
+    def update_weights(self, model: Path, version: str) -> None:
+        """SGLang's own update from disk; every row computed from here on carries `version`."""
+        body = {"model_path": str(model), "weight_version": version, "flush_cache": True}
+        reply = self.post("/update_weights_from_disk", body)
+        if not reply["success"]:
+            raise ServerFailed(f"weight update refused: {reply['message']}")

@@ -1,0 +1,133 @@
+"""One GRPO step under guidance, with Megatron's own DDP and optimizer."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bridge.client import TraceClient
+from examples.demo.gap import Gap
+from examples.demo.grpo import clipped_loss, group_advantages
+from examples.demo.policy import Pack, fetch, logprobs, micro_batch, packs
+from examples.demo.rollout import Sample
+from examples.demo.stages import report_progress
+from megatron_trace import Guidance, enable_fp4
+from megatron_trace.hf import export_hf, weight_digests
+from megatron_trace.report import Report
+
+# Large for a real model; here one step has to move weights across FP4 boundaries to show anything.
+LEARNING_RATE = 1e-3
+
+
+def step(
+    model: GPTModel, samples: list[Sample], client: TraceClient, checkpoint: Path, save: Path
+) -> dict[str, Any]:
+    """Fetch, forward, backward, optimizer step; writes the new checkpoint to `save`."""
+    enable_fp4(model)
+    weights = compare_weights(model, client, samples[0].weight_version)
+    wrapped, optimizer = _optimizer_of(model)
+    rewards_N = torch.tensor([s.reward for s in samples])
+    advantages_N = group_advantages(rewards_N, torch.tensor([s.group for s in samples]))
+    drawn = sum(sum(s.sampled) for s in samples)
+    gap, report, loss_sum = Gap(), Report({}), 0.0
+    todo, first = list(packs(samples)), 0
+    for done, pack in enumerate(todo):
+        report_progress(done, len(todo))
+        records = fetch(client, pack)
+        batch = micro_batch(records, pack, Guidance(), pack.samples[0].weight_version)
+        logprobs_T = logprobs(wrapped, pack, batch)
+        advantages_T = _per_token(advantages_N[first : first + len(pack.samples)], pack)
+        loss = clipped_loss(logprobs_T, pack.rollout_logprobs, advantages_T, pack.sampled) / drawn
+        loss.backward()
+        gap.add(pack, logprobs_T)
+        report += batch.report()
+        loss_sum += loss.item()
+        first += len(pack.samples)
+    finalize_model_grads([wrapped])
+    _, grad_norm, _ = optimizer.step()
+    save_checkpoint(model, checkpoint, save)
+    return {
+        "loss": loss_sum,
+        "grad_norm": float(grad_norm),
+        "reward_mean": rewards_N.mean().item(),
+        "logprob_gap": gap.summary(),
+        "records": describe_records(client, samples, report),
+        "weights": weights,
+    }
+
+
+@torch.no_grad()
+def check(model: GPTModel, samples: list[Sample], client: TraceClient) -> dict[str, Any]:
+    """The guided log-prob gap of a rollout made with the model's own weights."""
+    enable_fp4(model)
+    gap, report = Gap(), Report({})
+    for pack in packs(samples):
+        version = pack.samples[0].weight_version
+        batch = micro_batch(fetch(client, pack), pack, Guidance(), version)
+        gap.add(pack, logprobs(model, pack, batch))
+        report += batch.report()
+    return {
+        "reward_mean": sum(s.reward for s in samples) / len(samples),
+        "logprob_gap": gap.summary(),
+        "records": describe_records(client, samples, report),
+        "weights": compare_weights(model, client, samples[0].weight_version),
+    }
+
+
+def compare_weights(model: GPTModel, client: TraceClient, version: str) -> dict[str, int]:
+    """How many expert matrices have other FP4 codes or scales than the rollout's of `version`."""
+    theirs, ours = client.digests(version), weight_digests(model)
+    differing = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
+    return {"matrices": len(ours), "differing": len(differing)}
+
+
+def describe_records(client: TraceClient, samples: list[Sample], report: Report) -> dict[str, Any]:
+    """Missing records, and bytes stored a token against the layout's formula."""
+    rows = [client.fetch(s.trajectory) for s in samples]
+    layout = rows[0].layout
+    payload = sum(r.forward[0].numel() + r.kv[0].numel() for r in rows) / len(rows)
+    absent = sum(int((~r.forward_valid).sum()) + int((~r.kv_valid).sum()) for r in rows)
+    return {
+        "trajectories": len(rows),
+        "positions": sum(len(r) for r in rows),
+        "missing": absent + report.total().missing,
+        "guided_values": report.total().guided,
+        "bytes_per_token": payload,
+        "bytes_per_token_formula": layout.bytes_per_token(),
+        "layout": layout.to_dict(),
+    }
+
+
+def save_checkpoint(model: GPTModel, like: Path, path: Path) -> None:
+    """The model as a Hugging Face checkpoint in BF16, with the config and tokenizer of `like`."""
+    path.mkdir(parents=True, exist_ok=True)
+    for file in like.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, path / file.name)
+    tensors = dict(export_hf(model, torch.bfloat16))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _optimizer_of(model: GPTModel) -> tuple[DistributedDataParallel, MegatronOptimizer]:
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False
+    )
+    wrapped = DistributedDataParallel(model.config, ddp_config, model)
+    config = OptimizerConfig(optimizer="adam", lr=LEARNING_RATE, bf16=True, clip_grad=1.0)
+    return wrapped, get_megatron_optimizer(config, [wrapped])
+
+
+def _per_token(advantages_N: Tensor, pack: Pack) -> Tensor:
+    return advantages_N.repeat_interleave(torch.tensor(pack.lengths))

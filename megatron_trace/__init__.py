@@ -1,0 +1,38 @@
+"""The trainer side: Megatron-core forwards that round as the recorded rollout did.
+
+Names are looked up when they are used: patched Megatron imports `megatron_trace.hooks` while it is
+itself being imported, and this package's other modules import Megatron.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_trace.config import TraceTrainerConfig
+    from megatron_trace.context import guide
+    from megatron_trace.enable import disable_fp4, enable_fp4
+    from megatron_trace.microbatch import Guidance, GuidedMicroBatch
+
+__all__ = [
+    "Guidance",
+    "GuidedMicroBatch",
+    "TraceTrainerConfig",
+    "disable_fp4",
+    "enable_fp4",
+    "guide",
+]
+
+_HOME = {
+    "Guidance": "microbatch",
+    "GuidedMicroBatch": "microbatch",
+    "TraceTrainerConfig": "config",
+    "disable_fp4": "enable",
+    "enable_fp4": "enable",
+    "guide": "context",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

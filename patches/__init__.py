@@ -1,0 +1,9 @@
+"""Series of patches for pinned upstream releases, and the tool that applies and checks them.
+
+A launcher calls :func:`verify_target` before it imports the upstream. Nothing here imports it.
+"""
+
+from patches.errors import PatchError
+from patches.state import verify_target
+
+__all__ = ["PatchError", "verify_target"]

@@ -1,0 +1,6 @@
+"""``python -m patches``."""
+
+from patches.cli import app
+
+if __name__ == "__main__":
+    app(prog_name="python -m patches")

@@ -1,0 +1,58 @@
+"""What ``status`` and ``verify`` say about a target, as data."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from patches.config import Target
+from patches.errors import NotInstalledError, PatchError, file_errors_explained
+from patches.state import State, inspect, require_installed, series_for
+
+
+@dataclass(frozen=True)
+class Report:
+    """One target. ``state`` is a State, or "unreadable" if it cannot be told.
+
+    ``series`` is the version of the series that fits, with its number of patches, the upstream
+    lines that they add or remove by group, and the functions of our ``hooks.py`` that they call.
+    ``faults`` maps each file at fault to its problem; ``remedy`` is one sentence, empty if patched.
+    """
+
+    target: str
+    state: str
+    remedy: str
+    installed: str | None = None
+    site: str | None = None
+    series: str | None = None
+    patches: int = 0
+    edited_lines: dict[str, int] = field(default_factory=dict)
+    hooks: tuple[str, ...] = ()
+    faults: dict[str, str] = field(default_factory=dict)
+
+
+def report(target: Target, site: Path | None = None) -> Report:
+    """Look at a target and report; never raises for what is wrong with the installation."""
+    try:
+        with file_errors_explained():
+            return _report_installed(target, site)
+    except NotInstalledError as error:
+        return Report(target.name, State.NOT_INSTALLED, str(error))
+    except PatchError as error:
+        return Report(target.name, "unreadable", str(error))
+
+
+def _report_installed(target: Target, site: Path | None) -> Report:
+    installed = require_installed(target, site)
+    series = series_for(target, installed)
+    found = inspect(target, installed, series)
+    return Report(
+        target=target.name,
+        state=found.state,
+        remedy=found.remedy(),
+        installed=installed.version,
+        site=str(installed.site),
+        series=None if series is None else series.version,
+        patches=0 if series is None else len(series.patches),
+        edited_lines={} if series is None else series.edited_lines(),
+        hooks=() if series is None else series.hooks,
+        faults=found.faults,
+    )

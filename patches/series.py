@@ -1,0 +1,90 @@
+"""The ordered patches for one release of one target."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from patches.config import Target
+from patches.errors import PatchError
+from patches.patchfile import Patch, parse_patch
+
+
+@dataclass(frozen=True)
+class Series:
+    """Patches in the order of application; ``digest`` changes with any byte of any of them."""
+
+    version: str
+    patches: tuple[Patch, ...]
+    digest: str
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Every file that the series edits or adds, relative to site-packages, sorted."""
+        return tuple(sorted({diff.path for patch in self.patches for diff in patch.diffs}))
+
+    @property
+    def hooks(self) -> tuple[str, ...]:
+        """Every function of our ``hooks.py`` that the patched target calls, sorted."""
+        return tuple(sorted({hook for patch in self.patches for hook in patch.hooks}))
+
+    def edited_lines(self) -> dict[str, int]:
+        """Added plus removed lines of the upstream by patch group."""
+        lines: Counter[str] = Counter()
+        for patch in self.patches:
+            lines[patch.group] += patch.edited_lines
+        return dict(lines)
+
+    def results(self, pristine: Mapping[str, bytes | None]) -> dict[str, bytes]:
+        """Content of every path after the whole series, computed in memory.
+
+        ``pristine`` has the released content of every path, None where the release has no such
+        file. PatchError names the patch that does not apply.
+        """
+        current = dict(pristine)
+        for patch in self.patches:
+            for diff in patch.diffs:
+                try:
+                    current[diff.path] = diff.apply(current[diff.path])
+                except PatchError as error:
+                    raise PatchError(f"{patch.name}: {error}") from None
+        return {path: content for path, content in current.items() if content is not None}
+
+
+def load_series(target: Target, version: str) -> Series:
+    """Read the series of ``target`` for ``version``; PatchError if there is none or it is bad."""
+    directory = target.series_dir / version
+    if not (directory / "series").is_file():
+        raise PatchError(
+            f"{target.name} {version} has no series; there is one for: "
+            f"{', '.join(target.versions()) or 'no version'}."
+        )
+    patches: list[Patch] = []
+    digest = hashlib.sha256(version.encode())
+    for name in _order((directory / "series").read_text("utf-8")):
+        try:
+            content = (directory / name).read_bytes()
+        except FileNotFoundError:
+            raise PatchError(
+                f"the series of {target.name} {version} lists {name}, which is missing: "
+                "restore the file or take the line out."
+            ) from None
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+        patches.append(parse_patch(name, content))
+        _refuse_strangers(patches[-1], target)
+    return Series(version, tuple(patches), digest.hexdigest())
+
+
+def _order(text: str) -> list[str]:
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    names = [line for line in lines if line]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice or not names:
+        raise PatchError(f"a series lists every patch once and at least one; twice: {twice}.")
+    return names
+
+
+def _refuse_strangers(patch: Patch, target: Target) -> None:
+    for diff in patch.diffs:
+        if not diff.path.startswith(f"{target.package}/"):
+            raise PatchError(f"{patch.name}: {diff.path} is outside {target.package}/.")

@@ -1,0 +1,226 @@
+"""Capture in one scheduler process: from SGLang's objects to rows, trajectories and digests.
+
+Everything here runs on the scheduler's thread and waits for nothing but a full queue.
+
+Shape legend: n rows of a forward pass, T positions of a request, B bytes of a row.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bridge.digest import digest
+from bridge.errors import TraceError
+from bridge.layout import Part, RecordLayout, Site
+from bridge.producer import RecordProducer
+from bridge.wire import TrajectoryState
+from sglang_trace.config import TraceConfig
+from sglang_trace.events import DigestsEvent, RowsEvent, TrajectoryEvent
+from sglang_trace.kv_reader import KVReader, RawKV
+from sglang_trace.ledger import NO_ROW, Ledger, Span
+from sglang_trace.moe_method import moe_layers, stored_matrices
+from sglang_trace.names import client_trajectory
+from sglang_trace.shipper import Shipper
+from sglang_trace.staging import Staging
+from sglang_trace.versions import WeightVersions
+
+BAD_REQUEST = 400
+DIGESTS_PER_MESSAGE = 8192
+
+
+class ForwardNotUnderstood(TraceError):
+    """A forward pass whose rows cannot be told apart."""
+
+
+class Capture:
+    """What one engine has recorded and sent."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layout: RecordLayout,
+        kv: KVReader | None,
+        ledger: Ledger,
+        staging: Staging,
+        shipper: Shipper,
+    ) -> None:
+        self._model = model
+        self._layout = layout
+        self._kv = kv
+        self._ledger = ledger
+        self._staging = staging
+        self._shipper = shipper
+        self._versions = WeightVersions()
+        for _name, layer, method in moe_layers(model):
+            method.recorder = staging.recorder(layer.layer_id)
+
+    # --- forward passes
+
+    def forward(self, batch: Any) -> None:
+        """Record the forward pass that has just been launched."""
+        spans = spans_of(batch)
+        count = sum(span.length for span in spans)
+        if count == 0:
+            self._shipper.check()
+            return
+        # Whatever follows the requests' own tokens is padding.
+        rows_n = self._ledger.record(batch.out_cache_loc[:count], spans)
+        if self._layout.row_bytes(Part.FORWARD):
+            staged_nB = self._staging.head(count).clone()
+            self._shipper.put(
+                RowsEvent(
+                    Part.FORWARD, rows_n, self._versions.current, staged_nB.cpu, staged_nB.nbytes
+                )
+            )
+
+    # --- requests
+
+    def finish(self, req: Any, slots: Tensor) -> None:
+        """A request finished or was aborted after it ran; `slots` is its row of the slot table."""
+        aborted = req.finished_reason.to_json()["type"] == "abort"
+        state = TrajectoryState.ABORTED if aborted else TrajectoryState.FINISHED
+        self._tell(req, req.output_ids_through_stop, slots, state)
+
+    def retract(self, req: Any, slots: Tensor) -> None:
+        """A running request is about to lose its slots and will be computed again later.
+
+        The pass whose result is still outstanding is thrown away by SGLang, so the last known token
+        has consumed nothing that counts: its row is left out, like that of a last sampled token.
+        """
+        self._tell(req, req.output_ids, slots, TrajectoryState.OPEN)
+
+    def abort(self, req: Any) -> None:
+        """A request ended outside the normal path: in the queue, mid-prefill or out of memory.
+
+        Its slots are gone; what it computed last has forward records and no K and V.
+        """
+        tokens = [*req.origin_input_ids, *req.output_ids]
+        rows_T = self._ledger.own_rows(req.rid, len(tokens))
+        computed = self._ledger.forget(req.rid)
+        trajectory = recorded_trajectory(req)
+        if trajectory is not None and (computed or req.retraction_count):
+            self._put_trajectory(trajectory, tokens, rows_T, TrajectoryState.ABORTED)
+
+    def _tell(self, req: Any, output_ids: Any, slots: Tensor, state: TrajectoryState) -> None:
+        """Send due K and V and the trajectory; the last token has not been consumed."""
+        trajectory = recorded_trajectory(req)
+        if trajectory is not None:
+            tokens = [*req.origin_input_ids, *output_ids]
+            slots_T = slots[: len(tokens) - 1].long()
+            reading = self._ledger.read(req.rid, slots_T)
+            self._send_kv(reading.rows_T[reading.kv_due_T], slots_T[reading.kv_due_T])
+            rows_T = torch.cat((reading.rows_T, reading.rows_T.new_full((1,), NO_ROW)))
+            self._put_trajectory(trajectory, tokens, rows_T, state)
+        self._ledger.forget(req.rid)
+
+    def _put_trajectory(
+        self, trajectory: str, tokens: list[int], rows_T: Tensor, state: TrajectoryState
+    ) -> None:
+        tokens_T = torch.tensor(tokens, dtype=torch.int32)
+        nbytes = tokens_T.nbytes + rows_T.nbytes
+        self._shipper.put(TrajectoryEvent(trajectory, tokens_T, rows_T, state, nbytes))
+
+    def _send_kv(self, rows_n: Tensor, slots_n: Tensor) -> None:
+        if self._kv is None or not len(rows_n):
+            return
+        for label, mask_n in self._versions.split(rows_n):
+            pieces = self._kv.gather(slots_n[mask_n])
+            nbytes = sum(piece.packed.nbytes + piece.scales.nbytes for piece in pieces)
+            encode = _encoder(self._kv, pieces)
+            self._shipper.put(RowsEvent(Part.KV, rows_n[mask_n], label, encode, nbytes))
+
+    # --- weights
+
+    def weights_changed(self, version: str) -> None:
+        """Weights were loaded or renamed: rows from here on belong to them; send their digests."""
+        label = self._versions.enter(version, self._ledger.next_row)
+        digests = {
+            name: digest(matrix)
+            for prefix, layer, _method in moe_layers(self._model)
+            for name, matrix in stored_matrices(layer, prefix)
+        }
+        for names in batched(digests, DIGESTS_PER_MESSAGE):
+            piece = {name: digests[name] for name in names}
+            nbytes = sum(len(name) + len(value) for name, value in piece.items())
+            self._shipper.put(DigestsEvent(label, piece, nbytes))
+
+    def close(self) -> None:
+        """Send what is left and end the shipper."""
+        self._shipper.close()
+
+
+def _encoder(kv: KVReader, pieces: list[RawKV]) -> Any:
+    return lambda: kv.encode(pieces)
+
+
+def recorded_trajectory(req: Any) -> str | None:
+    """Return the trajectory that a request extends, None if it is not recorded.
+
+    SGLang replaces the prompt of a request that it refuses as invalid by one token, and the rows of
+    a beam search belong to no single request: neither is a trajectory.
+    """
+    reason = req.finished_reason or req.to_finish
+    if getattr(reason, "status_code", None) == BAD_REQUEST or req.beam_group is not None:
+        return None
+    return client_trajectory(req.rid)
+
+
+def spans_of(batch: Any) -> list[Span]:
+    """Return which positions of which requests a forward pass computes, in row order.
+
+    Raises:
+        ForwardNotUnderstood: for a pass that is neither prefill nor decode.
+    """
+    if batch.forward_mode.is_idle():
+        return []
+    if batch.forward_mode.is_decode():
+        lengths = [1] * len(batch.rids)
+        positions = [length - 1 for length in batch.seq_lens_cpu.tolist()]
+    elif batch.forward_mode.is_extend_without_speculative():
+        positions, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+    else:
+        raise ForwardNotUnderstood(
+            f"A forward pass of mode {batch.forward_mode.name} is not captured: "
+            "switch the feature that makes it off, or leave --trace-capture off."
+        )
+    return [
+        Span(rid, position, length)
+        for rid, position, length in zip(batch.rids, positions, lengths, strict=True)
+    ]
+
+
+def batched(names: Iterable[str], size: int) -> Iterator[tuple[str, ...]]:
+    """Yield the names in pieces of at most `size` (itertools has this from Python 3.12)."""
+    remaining = iter(names)
+    while piece := tuple(islice(remaining, size)):
+        yield piece
+
+
+def start(model_runner: Any, config: TraceConfig, layout: RecordLayout, max_rows: int) -> Capture:
+    """Connect to the bridge and begin to capture the model of this process."""
+    needs_kv = bool({Site.K, Site.V} & set(layout.sites))
+    pool = model_runner.token_to_kv_pool
+    kv = KVReader(layout, pool) if needs_kv else None
+    engine_id = uuid.uuid4().hex
+
+    def connect() -> RecordProducer:
+        producer = RecordProducer(config.bridge)
+        scales = kv.scales() if kv else {}
+        producer.hello(engine_id, layout, scales, {"path": model_runner.model_config.model_path})
+        return producer
+
+    device = model_runner.device
+    return Capture(
+        model_runner.model,
+        layout,
+        kv,
+        Ledger(pool.size + pool.page_size, device),
+        Staging(layout, max_rows, device),
+        Shipper(connect, layout),
+    )

@@ -1,0 +1,123 @@
+"""What `--trace-*` says, and how it reaches SGLang's processes.
+
+The launcher parses the flags and writes them to one environment variable; SGLang spawns its
+scheduler with the same environment, where the capture hooks read them back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bridge.errors import TraceError
+from bridge.layout import ModelShape, RecordLayout, Site, parse_layers
+
+ENVIRONMENT = "SGLANG_TRACE"
+# What the sites are recorded from: values of --quantization and --kv-cache-dtype.
+QUANTIZATION = "trace_nvfp4"
+KV_CACHE_DTYPE = "nvfp4"
+DEFAULT_SITES = (Site.FC1, Site.K, Site.V, Site.ROUTES)
+DEFAULT_LAYERS = "deeper-half"
+
+
+class InvalidOption(TraceError):
+    """A --trace-* option has a value that means nothing."""
+
+
+@dataclass(frozen=True)
+class TraceConfig:
+    """What is captured and where it goes.
+
+    bridge   endpoint of the bridge daemon
+    sites    what is recorded
+    layers   "deeper-half", "all" or a list such as "0,3,5-7"
+    bits     low bits kept of each code word, 1 to 4
+    failure_file  where a process of the server writes the sentence that ended it
+    """
+
+    bridge: str
+    sites: tuple[Site, ...] = DEFAULT_SITES
+    layers: str = DEFAULT_LAYERS
+    bits: int = 1
+    failure_file: str = ""
+
+    def layout(self, shape: ModelShape) -> RecordLayout:
+        """Return the record layout for a model."""
+        layers = parse_layers(self.layers, shape.num_layers)
+        return RecordLayout(shape, layers, self.sites, self.bits)
+
+    def to_environment(self) -> dict[str, str]:
+        """Return the environment entry that `from_environment` reads."""
+        return {ENVIRONMENT: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_environment(cls) -> TraceConfig | None:
+        """Return the configuration of this process, None when it does not capture."""
+        text = os.environ.get(ENVIRONMENT)
+        if not text:
+            return None
+        fields = json.loads(text)
+        return cls(**{**fields, "sites": tuple(Site(site) for site in fields["sites"])})
+
+    def report_failure(self, sentence: str) -> None:
+        """Leave the sentence for the launcher, which outlives the server; the first one counts."""
+        if self.failure_file and not Path(self.failure_file).exists():
+            Path(self.failure_file).write_text(sentence, encoding="utf-8")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the --trace-* options as a group of their own."""
+    group = parser.add_argument_group(
+        "trace", "Record what the FP4 rollout rounded to, for the trainer to follow."
+    )
+    group.add_argument(
+        "--trace-capture", action="store_true", help="Record. Without it: plain SGLang."
+    )
+    group.add_argument(
+        "--trace-bridge",
+        metavar="ENDPOINT",
+        help="Bridge daemon, such as tcp://127.0.0.1:7707. Default: one of the server's own.",
+    )
+    group.add_argument(
+        "--trace-dir",
+        metavar="DIR",
+        help="Where the server's own bridge keeps its records. Default: in memory.",
+    )
+    group.add_argument(
+        "--trace-sites",
+        metavar="LIST",
+        type=parse_sites,
+        default=DEFAULT_SITES,
+        help=f"Comma-separated, of {', '.join(Site)}. Default: {','.join(DEFAULT_SITES)}.",
+    )
+    group.add_argument(
+        "--trace-layers",
+        metavar="LAYERS",
+        default=DEFAULT_LAYERS,
+        help='"deeper-half" (default), "all" or a list such as "0,3,5-7"; routes are of all.',
+    )
+    group.add_argument(
+        "--trace-bits",
+        type=int,
+        choices=(1, 2, 3, 4),
+        default=1,
+        help="Low bits kept of each code word; 4 is the whole code word. Default: 1.",
+    )
+
+
+def parse_sites(text: str) -> tuple[Site, ...]:
+    """Read a comma-separated list of sites.
+
+    Raises:
+        argparse.ArgumentTypeError: for an unknown site or an empty list.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in tuple(Site)]
+    if unknown or not names:
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(unknown) or 'nothing'} is not a site: choose from {', '.join(Site)}"
+        )
+    return tuple(site for site in Site if site in names)

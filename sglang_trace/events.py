@@ -1,0 +1,48 @@
+"""What the scheduler's thread hands to the shipper's thread, in order.
+
+Shape legend: n rows, B bytes of a row, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bridge.layout import Part
+from bridge.wire import TrajectoryState
+
+
+@dataclass(frozen=True)
+class RowsEvent:
+    """Records of rows int64 [n]; `encode` returns them as uint8 [n, B] on the shipper's thread."""
+
+    part: Part
+    rows_n: Tensor
+    weight_version: str
+    encode: Callable[[], Tensor]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class TrajectoryEvent:
+    """Tokens int32 [T] of a trajectory from position 0 and the row int64 [T] that consumed each."""
+
+    trajectory: str
+    tokens_T: Tensor
+    rows_T: Tensor
+    state: TrajectoryState
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class DigestsEvent:
+    """Digests of the expert weights under their Hugging Face names."""
+
+    weight_version: str
+    digests: Mapping[str, str]
+    nbytes: int
+
+
+Event = RowsEvent | TrajectoryEvent | DigestsEvent

@@ -1,0 +1,108 @@
+"""The one door from patched SGLang into this package.
+
+Every line that the patch series adds to SGLang calls a function of this module, and nothing else
+of ours. Heavy imports are inside the functions: SGLang executes `on_import` before its own first
+import, and a server without `--trace-capture` must not pay for capture.
+
+SGLang runs one scheduler a process, so the process has at most one `Capture`. All hooks from
+`on_pool_ready` to `on_weights` are called on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang_trace import failure
+
+if TYPE_CHECKING:
+    from sglang_trace.capture import Capture
+
+_capture: Capture | None = None
+
+
+def on_import() -> None:
+    """SGLang's package is being imported, in any of its processes: prepare a host without GPU."""
+    from sglang_trace import cpu_host
+
+    cpu_host.prepare()
+
+
+def register_kv_cache(methods: dict[str, type], accesses: dict[str, Any]) -> None:
+    """SGLang's KV cache registries exist: put our NVFP4 method into them on a CPU host."""
+    from sglang_trace import cpu_host
+
+    if cpu_host.is_cpu_host():
+        from sglang_trace import kv_cache
+
+        kv_cache.register(methods, accesses)
+
+
+def register_quantization(methods: dict[str, type]) -> None:
+    """SGLang's table of quantization methods exists: add `trace_nvfp4`."""
+    from sglang_trace.config import QUANTIZATION
+    from sglang_trace.quantization import TraceNvfp4Config
+
+    methods[QUANTIZATION] = TraceNvfp4Config
+
+
+def on_warm_up(request: dict[str, Any]) -> None:
+    """The server is about to send itself a first request: name it, so that it is not recorded."""
+    from sglang_trace.config import TraceConfig
+    from sglang_trace.names import WARM_UP
+
+    if TraceConfig.from_environment() is not None:
+        request["rid"] = WARM_UP
+
+
+def on_pool_ready(model_runner: Any) -> None:
+    """A scheduler has loaded its model and allocated its KV pool: begin to capture."""
+    global _capture
+    from sglang_trace.config import TraceConfig
+
+    if (config := TraceConfig.from_environment()) is None:
+        return
+    from sglang_trace import startup
+
+    with failure.reported():
+        _capture = startup.begin(model_runner, config)
+
+
+def on_forward(model_runner: Any, forward_batch: Any) -> None:
+    """A forward pass has been launched."""
+    if _capture is not None and not model_runner.is_draft_worker:
+        with failure.reported():
+            _capture.forward(forward_batch)
+
+
+def on_finish(req: Any, req_to_token_pool: Any) -> None:
+    """A request finished, or was aborted while it ran, and still holds its slots."""
+    if _capture is not None:
+        with failure.reported():
+            _capture.finish(req, req_to_token_pool.req_to_token[req.kv.req_pool_idx])
+
+
+def on_retract(req: Any, req_to_token_pool: Any) -> None:
+    """A running request is about to lose its slots, to be computed again or to be aborted."""
+    if _capture is not None and req.kv.holds_kv:
+        with failure.reported():
+            _capture.retract(req, req_to_token_pool.req_to_token[req.kv.req_pool_idx])
+
+
+def on_abort(req: Any) -> None:
+    """A request ended without `on_finish`; its slots, if it had any, are gone."""
+    if _capture is not None:
+        with failure.reported():
+            _capture.abort(req)
+
+
+def on_weights(weight_updater: Any) -> None:
+    """Weights were updated or their version was renamed.
+
+    Between begin_weight_update and end_weight_update the new weights are not quantized yet; the
+    end of the session calls again.
+    """
+    if _capture is not None and weight_updater._session is None:
+        from sglang.srt.runtime_context import get_serving
+
+        with failure.reported():
+            _capture.weights_changed(get_serving().weight_version)

@@ -1,0 +1,101 @@
+"""Which row consumed which token: the book that turns KV slots and forward passes into row numbers.
+
+A row is one computed token. Rows are numbered in the order they are computed, 0, 1, 2, ... The
+ledger knows, for every KV slot, the row whose K and V lie in it, and for every running request the
+rows that it computed itself.
+
+Both are needed. Positions that a request found in the prefix cache have no row of its own: their
+row is the one that filled the slot. Positions that it computed keep their own row even when the
+prefix cache afterwards swaps their slot for an equal one of another request, because it is the own
+row that produced the sampled token.
+
+All methods are called on the scheduler's thread in the order of the forward passes, so the state
+is that of the last forward pass launched, which overlap scheduling may have launched before the
+result of the one before it is looked at. That pass only writes slots that nobody else reads.
+
+Shape legend: S slots of the KV pool, n rows of a forward pass, T positions of a request.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NO_ROW = -1
+PADDING_SLOT = 0
+
+
+@dataclass(frozen=True)
+class Span:
+    """`length` consecutive positions of request `rid` from `position` on."""
+
+    rid: str
+    position: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Where the records of one request's positions are.
+
+    rows_T      int64, the row of each position, NO_ROW where none was recorded
+    kv_due_T    bool, positions whose K and V have not been sent under that row
+    """
+
+    rows_T: Tensor
+    kv_due_T: Tensor
+
+
+class Ledger:
+    """Slot to row, and request to own rows. `device` is where slots are looked up."""
+
+    def __init__(self, num_slots: int, device: torch.device | str = "cpu") -> None:
+        self.next_row = 0
+        self._row_of_slot = torch.full((num_slots,), NO_ROW, dtype=torch.int64, device=device)
+        self._kv_sent = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        self._own: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
+
+    def record(self, slots_n: Tensor, spans: list[Span]) -> Tensor:
+        """Number the rows of a forward pass that filled `slots_n`; returns them as int64 [n].
+
+        `spans` say which positions of which requests the rows are, in order. Rows of padding
+        (slot 0, which no request ever owns) are numbered and referred to by nobody.
+        """
+        first, count = self.next_row, len(slots_n)
+        self.next_row += count
+        rows_n = torch.arange(first, first + count, device=slots_n.device)
+        self._row_of_slot[slots_n] = rows_n
+        self._kv_sent[slots_n] = False
+        for span in spans:
+            self._own[span.rid].append((span.position, first, span.length))
+            first += span.length
+        return rows_n
+
+    def read(self, rid: str, slots_T: Tensor) -> Reading:
+        """Return the rows of positions 0 to T of a request whose slots are `slots_T`.
+
+        The caller sends the K and V of `kv_due_T`; they count as sent from here on.
+        """
+        slot_rows_T = self._row_of_slot[slots_T]
+        own_T = self.own_rows(rid, len(slots_T)).to(slots_T.device)
+        rows_T = torch.where(own_T == NO_ROW, slot_rows_T, own_T)
+        holds_T = rows_T == slot_rows_T
+        due_T = (rows_T != NO_ROW) & ~(holds_T & self._kv_sent[slots_T])
+        self._kv_sent[slots_T] |= holds_T
+        return Reading(rows_T, due_T)
+
+    def own_rows(self, rid: str, length: int) -> Tensor:
+        """Return the rows that a request computed itself at positions 0 to `length`: int64."""
+        rows_T = torch.full((length,), NO_ROW, dtype=torch.int64)
+        for position, first, count in self._own.get(rid, ()):
+            stop = min(position + count, length)
+            if position < stop:
+                rows_T[position:stop] = torch.arange(first, first + stop - position)
+        return rows_T
+
+    def forget(self, rid: str) -> bool:
+        """Drop a request's own rows: it finished, aborted or was retracted. True if it had any."""
+        return self._own.pop(rid, None) is not None

@@ -1,0 +1,162 @@
+"""What is refused at start, because it would not be captured correctly, and why.
+
+One row a refusal. When a combination works, its row goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.errors import TraceError
+from bridge.layout import RecordLayout, Site
+from sglang_trace.config import KV_CACHE_DTYPE, QUANTIZATION, TraceConfig
+
+
+class NotCaptured(TraceError):
+    """A combination of options whose records would be wrong."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """`applies` reads SGLang's resolved options."""
+
+    flag: str
+    applies: Callable[[Any], bool]
+    reason: str
+    remedy: str = "leave it out"
+
+
+def _is_on(name: str) -> Callable[[Any], bool]:
+    return lambda options: bool(getattr(options, name))
+
+
+def _above_one(name: str) -> Callable[[Any], bool]:
+    return lambda options: (getattr(options, name) or 1) > 1
+
+
+_ONE_RANK = "rows are captured on one rank only"
+_MOVES_SLOTS = "it moves K and V between slots behind the records"
+
+REFUSALS = (
+    Refusal("--tp-size above 1", _above_one("tp_size"), _ONE_RANK),
+    Refusal("--ep-size above 1", _above_one("ep_size"), _ONE_RANK),
+    Refusal("--dp-size above 1", _above_one("dp_size"), _ONE_RANK),
+    Refusal("--pp-size above 1", _above_one("pp_size"), _ONE_RANK),
+    Refusal("--attn-cp-size above 1", _above_one("attn_cp_size"), _ONE_RANK),
+    Refusal("--dcp-size above 1", _above_one("dcp_size"), _ONE_RANK),
+    Refusal(
+        "--speculative-algorithm",
+        _is_on("speculative_algorithm"),
+        "rejected drafts are computed rows that no token comes from",
+    ),
+    Refusal("--enable-hierarchical-cache", _is_on("enable_hierarchical_cache"), _MOVES_SLOTS),
+    Refusal("--enable-lmcache", _is_on("enable_lmcache"), _MOVES_SLOTS),
+    Refusal("--enable-flexkv", _is_on("enable_flexkv"), _MOVES_SLOTS),
+    Refusal("--enable-hisparse", _is_on("enable_hisparse"), _MOVES_SLOTS),
+    Refusal("--enable-unified-memory", _is_on("enable_unified_memory"), _MOVES_SLOTS),
+    Refusal("--enable-kv-cache-sharding", _is_on("enable_kv_cache_sharding"), _MOVES_SLOTS),
+    Refusal(
+        "--enable-streaming-session",
+        _is_on("enable_streaming_session"),
+        "a session keeps its slots beyond the end of a request",
+        "send the turns of one trajectory as rid NAME#1, NAME#2",
+    ),
+    Refusal(
+        "--disaggregation-mode",
+        lambda options: options.disaggregation_mode != "null",
+        "prompt and reply are computed by two engines",
+    ),
+    Refusal(
+        "--enable-two-batch-overlap",
+        _is_on("enable_two_batch_overlap"),
+        "two half batches would write the same staging rows",
+    ),
+    Refusal("--enable-pdmux", _is_on("enable_pdmux"), "a prefill is split over several passes"),
+    Refusal(
+        "--dllm-algorithm",
+        _is_on("dllm_algorithm"),
+        "a diffusion model computes a token many times",
+    ),
+    Refusal(
+        "a prefill CUDA graph",
+        lambda options: options.cuda_graph_config.prefill.backend != "disabled",
+        "its pieces are captured without the staging rows",
+        "add --cuda-graph-backend-prefill disabled",
+    ),
+    Refusal(
+        "--enable-eplb",
+        lambda options: options.enable_eplb or options.ep_num_redundant_experts > 0,
+        "routes would name physical experts",
+    ),
+    Refusal(
+        "--enable-lora",
+        lambda options: options.enable_lora or bool(options.lora_paths),
+        "the records do not say which adapter computed a row",
+    ),
+    Refusal("--is-embedding", _is_on("is_embedding"), "there are no sampled tokens"),
+    Refusal("--use-ray", _is_on("use_ray"), "its workers do not inherit the trace options"),
+    Refusal(
+        "--enable-paged-experts",
+        lambda options: options.enable_paged_experts or bool(options.kt_weight_path),
+        "it takes the place of the experts that record",
+    ),
+)
+
+
+def check_arguments(options: Any, config: TraceConfig) -> None:
+    """Refuse what SGLang's resolved options rule out.
+
+    Raises:
+        NotCaptured: naming every reason found.
+    """
+    found = [row for row in REFUSALS if row.applies(options)]
+    wanted = set(config.sites)
+    if {Site.FC1, Site.FC2} & wanted and options.quantization != QUANTIZATION:
+        found.append(_needs("--quantization", options.quantization, QUANTIZATION, "fc1 and fc2"))
+    if {Site.K, Site.V} & wanted and options.kv_cache_dtype != KV_CACHE_DTYPE:
+        found.append(_needs("--kv-cache-dtype", options.kv_cache_dtype, KV_CACHE_DTYPE, "k and v"))
+    if Site.ROUTES in wanted and options.quantization != QUANTIZATION:
+        found.append(_needs("--quantization", options.quantization, QUANTIZATION, "routes"))
+    if found:
+        raise NotCaptured("; ".join(f"{row.flag}: {row.reason}, so {row.remedy}" for row in found))
+
+
+def check_model(model_runner: Any, layout: RecordLayout) -> None:
+    """Refuse what only the loaded model shows.
+
+    Raises:
+        NotCaptured: the model has no experts of ours, or keeps K and V elsewhere.
+    """
+    from sglang_trace.moe_method import moe_layers
+
+    computed = {layer.layer_id for _name, layer, _method in moe_layers(model_runner.model)}
+    recorded = {Site.FC1, Site.FC2, Site.ROUTES} & set(layout.sites)
+    if recorded and computed != set(layout.shape.moe_layers):
+        raise NotCaptured(
+            f"The model's experts are in layers {layout.shape.moe_layers} and {QUANTIZATION} "
+            f"computes those of {tuple(sorted(computed))}: use a mixture-of-experts model whose "
+            "experts are not quantized in the checkpoint."
+        )
+    if {Site.K, Site.V} & set(layout.sites):
+        _check_pool(model_runner)
+
+
+def _check_pool(model_runner: Any) -> None:
+    method = getattr(model_runner.token_to_kv_pool, "quant_method", None)
+    if getattr(method, "name", None) != KV_CACHE_DTYPE or model_runner.is_hybrid_swa:
+        raise NotCaptured(
+            f"The model's KV cache is a {type(model_runner.token_to_kv_pool).__name__}, which is "
+            "not read back (sliding windows, latent attention and hybrids are not yet): "
+            "add --trace-sites fc1,routes."
+        )
+
+
+def _needs(flag: str, found: str | None, needed: str, sites: str) -> Refusal:
+    return Refusal(
+        f"{flag} {found}",
+        lambda _options: True,
+        f"{sites} are recorded with {flag} {needed}",
+        f"leave {flag} out or change --trace-sites",
+    )

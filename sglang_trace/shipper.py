@@ -1,0 +1,137 @@
+"""One thread that sends records to the bridge, so that the scheduler never waits for a socket.
+
+The queue between the two is bounded in bytes. When the bridge cannot keep up the queue fills and
+the scheduler waits in `put`: nothing is dropped. An error on the thread is kept and raised from the
+scheduler's next call, where it ends the server.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from bridge.errors import NonFiniteActivation, TraceError
+from bridge.fp4 import has_nan_scale
+from bridge.layout import Part, RecordLayout, Site
+from bridge.producer import RecordProducer
+from sglang_trace.events import DigestsEvent, Event, RowsEvent, TrajectoryEvent
+
+QUEUE_BYTES = 256 << 20
+IDLE_POLL_S = 0.1
+CLOSE_TIMEOUT_S = 20.0
+
+
+class ShipperFailed(TraceError):
+    """The thread met an error that is not one of ours."""
+
+
+class Shipper:
+    """Owns the producer: it is connected, used and closed on the shipper's thread."""
+
+    def __init__(self, connect: Callable[[], RecordProducer], layout: RecordLayout) -> None:
+        self._layout = layout
+        self._queue: deque[Event] = deque()
+        self._queued_bytes = 0
+        self._changed = threading.Condition()
+        self._failure: TraceError | None = None
+        self._connected = False
+        self._closing = False
+        self._busy = False
+        self._thread = threading.Thread(
+            target=self._run, args=(connect,), name="trace-shipper", daemon=True
+        )
+        self._thread.start()
+        self._wait(lambda: self._connected)
+
+    def put(self, event: Event) -> None:
+        """Queue an event, waiting while the queue is full; raises what the thread met."""
+        self._wait(lambda: not self._queue or self._queued_bytes + event.nbytes <= QUEUE_BYTES)
+        with self._changed:
+            self._queue.append(event)
+            self._queued_bytes += event.nbytes
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise what the thread met, if anything."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Send what is queued, wait for the acknowledgements and end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or ready())
+        self.check()
+
+    def _run(self, connect: Callable[[], RecordProducer]) -> None:
+        try:
+            with connect() as producer:
+                with self._changed:
+                    self._connected = True
+                    self._changed.notify_all()
+                while (event := self._next(producer)) is not None:
+                    self._send(producer, event)
+        except TraceError as error:
+            self._fail(error)
+        except Exception as error:
+            self._fail(
+                ShipperFailed(
+                    f"Sending records failed ({type(error).__name__}: {error}): "
+                    "report it with the server's log."
+                )
+            )
+
+    def _fail(self, error: TraceError) -> None:
+        with self._changed:
+            self._failure = error
+            self._queue.clear()
+            self._changed.notify_all()
+
+    def _next(self, producer: RecordProducer) -> Event | None:
+        """Return the next event, None when closing and all are sent."""
+        while True:
+            with self._changed:
+                if not self._queue and not self._closing:
+                    self._changed.wait(IDLE_POLL_S)
+                if self._queue:
+                    event = self._queue.popleft()
+                    self._queued_bytes -= event.nbytes
+                    self._changed.notify_all()
+                    return event
+                if self._closing:
+                    return None
+            # Idle: take acknowledgements, resend what was lost.
+            producer.poll()
+
+    def _send(self, producer: RecordProducer, event: Event) -> None:
+        match event:
+            case RowsEvent():
+                rows_nB = event.encode()
+                self._refuse_nan(event.part, rows_nB)
+                producer.send_rows(event.part, event.rows_n.cpu(), rows_nB, event.weight_version)
+            case TrajectoryEvent():
+                producer.send_trajectory(
+                    event.trajectory, 0, event.tokens_T, event.rows_T.cpu(), event.state
+                )
+            case DigestsEvent():
+                producer.send_digests(event.weight_version, event.digests)
+
+    def _refuse_nan(self, part: Part, rows_nB: Tensor) -> None:
+        for (site, layer), record in self._layout.split(part, rows_nB).items():
+            if has_nan_scale(record.scales_u8):
+                raise NonFiniteActivation(
+                    f"The rollout computed NaN or infinity at {_place(site, layer)}: "
+                    "check the weights that were loaded last."
+                )
+
+
+def _place(site: Site, layer: int) -> str:
+    return f"{site} of layer {layer}"

@@ -1,0 +1,52 @@
+"""Which weights computed a row.
+
+Shape legend: n rows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+class WeightVersions:
+    """Labels of the weights in use, in the order of their first row.
+
+    The label is SGLang's weight version. An update that names no new version changes the weights
+    all the same, so it gets the label "VERSION+1", then "VERSION+2".
+    """
+
+    def __init__(self) -> None:
+        self._first_rows: list[int] = []
+        self._labels: list[str] = []
+        self._version = ""
+        self._unnamed = 0
+
+    @property
+    def current(self) -> str:
+        """The label of the weights in use."""
+        return self._labels[-1]
+
+    def enter(self, version: str, first_row: int) -> str:
+        """Note that rows from `first_row` on are computed with updated weights; return the label.
+
+        `version` is what SGLang calls them.
+        """
+        self._unnamed = self._unnamed + 1 if self._labels and version == self._version else 0
+        self._version = version
+        label = f"{version}+{self._unnamed}" if self._unnamed else version
+        if self._first_rows and self._first_rows[-1] == first_row:
+            self._labels[-1] = label
+        else:
+            self._first_rows.append(first_row)
+            self._labels.append(label)
+        return label
+
+    def split(self, rows_n: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield (label, mask bool [n]) for every label that computed some of these rows."""
+        ages = torch.tensor([bisect_right(self._first_rows, row) - 1 for row in rows_n.tolist()])
+        for age in sorted(set(ages.tolist())):
+            yield self._labels[age], ages == age

@@ -1,0 +1,92 @@
+"""A small record layout, rows whose bytes tell where they belong, and daemons to talk to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from bridge import embedded
+from bridge.daemon import Daemon
+from bridge.layout import ModelShape, Part, RecordLayout, Site
+from bridge.store import MemoryStore, Store
+
+SITES = (Site.FC1, Site.K, Site.V, Site.ROUTES)
+
+
+@pytest.fixture(scope="session")
+def layout() -> RecordLayout:
+    shape = ModelShape(
+        num_layers=4,
+        hidden_size=64,
+        moe_intermediate_size=32,
+        num_experts=8,
+        top_k=2,
+        num_kv_heads=2,
+        head_dim=32,
+        moe_layers=(0, 1, 2, 3),
+        attention_layers=(0, 1, 2, 3),
+    )
+    return RecordLayout(shape, (2, 3), SITES, bits=1)
+
+
+@pytest.fixture(scope="session")
+def make_rows(layout: RecordLayout) -> Callable[..., NDArray[np.uint8]]:
+    """make_rows(part, rows, engine="e") -> uint8 [n, R]; equal arguments, equal bytes."""
+
+    def make(part: Part, rows: Any, engine: str = "e") -> NDArray[np.uint8]:
+        width = layout.row_bytes(part)
+        salt = sum(engine.encode()) + (7 if part is Part.KV else 0)
+        return np.stack(
+            [
+                np.random.default_rng((salt, int(row))).integers(0, 256, width, dtype=np.uint8)
+                for row in rows
+            ]
+        )
+
+    return make
+
+
+@contextmanager
+def _serve(store: Store) -> Iterator[str]:
+    daemon = Daemon("tcp://127.0.0.1:0", store)
+    stop = threading.Event()
+    thread = threading.Thread(target=daemon.run, args=(stop.is_set,))
+    thread.start()
+    try:
+        yield daemon.endpoint
+    finally:
+        stop.set()
+        thread.join()
+        daemon.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Store], str]]:
+    """serve(store) -> endpoint of a daemon in a thread of this process."""
+    with ExitStack() as daemons:
+        yield lambda store: daemons.enter_context(_serve(store))
+
+
+@pytest.fixture
+def endpoint(serve: Callable[[Store], str]) -> str:
+    return serve(MemoryStore(64 << 20))
+
+
+@pytest.fixture
+def start_process() -> Iterator[Callable[..., embedded.EmbeddedBridge]]:
+    """The arguments of embedded.start; daemons in processes of their own, ended with the test."""
+    started: list[embedded.EmbeddedBridge] = []
+
+    def start(*args: Any, **kwargs: Any) -> embedded.EmbeddedBridge:
+        started.append(embedded.start(*args, **kwargs))
+        return started[-1]
+
+    yield start
+    for bridge in started:
+        bridge.stop()

@@ -1,0 +1,234 @@
+"""What a trainer can rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from bridge.client import TokenMismatch, TraceClient
+from bridge.errors import BridgeUnreachable, UnknownTrajectory
+from bridge.layout import LayoutError, Part, RecordLayout, Site
+from bridge.producer import RecordProducer
+
+NOBODY = "tcp://127.0.0.1:9"
+
+
+@pytest.fixture
+def producer(endpoint: str, layout: RecordLayout) -> Iterator[RecordProducer]:
+    with RecordProducer(endpoint) as connected:
+        connected.hello("e", layout, {2: (0.5, 0.25)})
+        yield connected
+
+
+@pytest.fixture
+def client(endpoint: str) -> Iterator[TraceClient]:
+    with TraceClient(endpoint) as connected:
+        yield connected
+
+
+@pytest.fixture
+def recorded(producer: RecordProducer, make_rows: Callable[..., NDArray[np.uint8]]) -> None:
+    """Trajectory "t": 10 tokens 100.., rows 0..8, the K/V of row 4 lost, weights changed at 6."""
+    producer.send_rows(Part.FORWARD, range(6), make_rows(Part.FORWARD, range(6)), "v1")
+    producer.send_rows(Part.FORWARD, range(6, 9), make_rows(Part.FORWARD, range(6, 9)), "v2")
+    rows = [0, 1, 2, 3, 5, 6, 7, 8]
+    producer.send_rows(Part.KV, rows, make_rows(Part.KV, rows), "v2")
+    producer.send_trajectory("t", 0, range(100, 110), [*range(9), -1], "finished")
+    producer.flush()
+
+
+@pytest.mark.usefixtures("recorded")
+def test_rows_come_back_where_they_were_recorded_and_missing_is_said(
+    client: TraceClient, layout: RecordLayout, make_rows: Callable[..., NDArray[np.uint8]]
+) -> None:
+    records = client.fetch("t", expect_tokens=range(100, 110))
+    assert (records.start, len(records), records.length, records.state) == (0, 10, 10, "finished")
+    assert records.layout == layout
+    assert records.kv_scales == {2: (0.5, 0.25)}
+    assert records.forward_valid.tolist() == [True] * 9 + [False]
+    assert records.kv_valid.tolist() == [True] * 4 + [False] + [True] * 4 + [False]
+    np.testing.assert_array_equal(records.forward[:9], make_rows(Part.FORWARD, range(9)))
+    np.testing.assert_array_equal(records.kv[5:9], make_rows(Part.KV, range(5, 9)))
+    assert not records.kv[4].any()
+    assert records.weight_versions == ("v1", "v2")
+    assert records.weight_version_index.tolist() == [0] * 6 + [1] * 3 + [-1]
+    assert records.engine_ids == ("e",)
+    assert records.engine_index.tolist() == [0] * 9 + [-1]
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("layers", [None, (2,), (3,), (2, 3)])
+@pytest.mark.parametrize("sites", [None, (Site.FC1,), (Site.V, Site.ROUTES), (Site.K,)])
+def test_a_fetch_of_some_layers_and_sites_has_their_bytes_of_the_full_row(
+    client: TraceClient, layers: tuple[int, ...] | None, sites: tuple[Site, ...] | None
+) -> None:
+    full = client.fetch("t")
+    some = client.fetch("t", layers=layers, sites=sites, start=2, stop=7)
+    assert some.layout == full.layout.narrow(layers, sites)
+    assert (some.start, len(some)) == (2, 5)
+    for part, rows, of in (
+        (Part.FORWARD, some.forward, full.forward),
+        (Part.KV, some.kv, full.kv),
+    ):
+        assert rows.shape == (5, some.layout.row_bytes(part))
+        for field in some.layout.fields(part):
+            mine = some.layout.columns(field.site, field.layer)
+            theirs = full.layout.columns(field.site, field.layer)
+            np.testing.assert_array_equal(rows[:, mine], of[2:7, theirs])
+
+
+@pytest.mark.usefixtures("recorded")
+def test_what_is_not_recorded_cannot_be_asked_for(client: TraceClient) -> None:
+    with pytest.raises(LayoutError, match="layers"):
+        client.fetch("t", layers=(0,))
+    with pytest.raises(LayoutError, match="fc2"):
+        client.fetch("t", sites=(Site.FC2,))
+    with pytest.raises(LayoutError, match="ask for some of"):
+        client.fetch("t", sites=("fc7",))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_long_trajectory_comes_in_pages_that_join_seamlessly(
+    client: TraceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = client.fetch("t")
+    monkeypatch.setattr("bridge.daemon.fetching.MAX_PAGE_BYTES", 500)
+    paged = client.fetch("t", start=1)
+    for name in ("tokens", "forward", "forward_valid", "kv", "kv_valid", "weight_version_index"):
+        np.testing.assert_array_equal(getattr(paged, name), getattr(whole, name)[1:])
+    assert paged.weight_versions == whole.weight_versions
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize(
+    ("start", "tokens", "why"),
+    [
+        (0, [100, 101, 7], "token 102 at position 2 and the trainer 7"),
+        (5, [105, 7], "token 106 at position 6"),
+        (0, range(100, 111), "has 10 tokens and positions 0 to 11"),
+        (20, [120], "has 10 tokens"),
+    ],
+)
+def test_records_of_other_tokens_are_never_returned(
+    client: TraceClient, start: int, tokens: list[int], why: str
+) -> None:
+    with pytest.raises(TokenMismatch, match=why):
+        client.fetch("t", start=start, expect_tokens=tokens)
+
+
+@pytest.mark.usefixtures("recorded")
+def test_fewer_expected_tokens_fetch_just_these(client: TraceClient) -> None:
+    assert client.fetch("t", start=3, expect_tokens=[103, 104]).tokens.tolist() == [103, 104]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_positions_behind_the_end_are_not_there(client: TraceClient) -> None:
+    assert len(client.fetch("t", start=8, stop=100)) == 2
+    assert len(client.fetch("t", start=50)) == 0
+
+
+def test_rows_named_before_they_arrive_are_missing_until_then(
+    producer: RecordProducer, client: TraceClient, make_rows: Callable[..., NDArray[np.uint8]]
+) -> None:
+    producer.send_trajectory("t", 0, [5, 6], [0, 1], "open")
+    producer.flush()
+    assert not client.fetch("t").forward_valid.any()
+    producer.send_rows(Part.FORWARD, [1], make_rows(Part.FORWARD, [1]), "v")
+    producer.flush()
+    assert client.fetch("t").forward_valid.tolist() == [False, True]
+
+
+def test_a_shared_prompt_is_stored_once_and_found_in_every_trajectory(
+    producer: RecordProducer, client: TraceClient, make_rows: Callable[..., NDArray[np.uint8]]
+) -> None:
+    payload = make_rows(Part.FORWARD, range(6))
+    producer.send_rows(Part.FORWARD, range(6), payload, "v")
+    producer.send_trajectory("a", 0, [1, 2, 3, 4], [0, 1, 2, 3], "finished")
+    producer.send_trajectory("b", 0, [1, 2, 3, 9], [0, 1, 2, 5], "finished")
+    producer.flush()
+    np.testing.assert_array_equal(client.fetch("b").forward, payload[[0, 1, 2, 5]])
+    assert client.stats().forward_rows == 6
+
+
+def test_two_engines_may_compute_one_trajectory_and_a_third_format_is_missing(
+    endpoint: str,
+    producer: RecordProducer,
+    client: TraceClient,
+    layout: RecordLayout,
+    make_rows: Callable[..., NDArray[np.uint8]],
+) -> None:
+    producer.send_rows(Part.FORWARD, [0], make_rows(Part.FORWARD, [0], "e"), "v")
+    producer.send_trajectory("t", 0, [5, 6], [0, -1], "open")
+    producer.flush()
+    with RecordProducer(endpoint) as other:
+        other.hello("f", layout, {2: (0.5, 0.25)})
+        other.send_rows(Part.FORWARD, [0, 1], make_rows(Part.FORWARD, [0, 1], "f"), "v")
+        other.send_trajectory("t", 0, [5, 6, 7], [0, 1, -1], "finished")
+    records = client.fetch("t")
+    assert [records.engine_ids[index] for index in records.engine_index[:2]] == ["e", "f"]
+    np.testing.assert_array_equal(records.forward[0], make_rows(Part.FORWARD, [0], "e")[0])
+    np.testing.assert_array_equal(records.forward[1], make_rows(Part.FORWARD, [1], "f")[0])
+    with RecordProducer(endpoint) as third:
+        third.hello("g", layout.narrow(sites=(Site.FC1,)))
+        third.send_trajectory("t", 2, [7], [0], "finished")
+    assert client.fetch("t").forward_valid.tolist() == [False, False, False]
+    assert client.fetch("t").layout.sites == (Site.FC1,)
+
+
+def test_digests_are_told_by_weight_version_and_the_last_report_counts(
+    endpoint: str, producer: RecordProducer, client: TraceClient, layout: RecordLayout
+) -> None:
+    producer.send_digests("v1", {"a": "00", "b": "11"})
+    producer.flush()
+    with RecordProducer(endpoint) as other:
+        other.hello("f", layout)
+        other.send_digests("v1", {"a": "22"})
+    assert client.digests("v1") == {"a": "22", "b": "11"}
+    assert client.digests("v1", "e") == {"a": "00", "b": "11"}
+    assert client.digests("v9") == {}
+    producer.send_digests("v1", {"a": "33"})
+    producer.flush()
+    assert client.digests("v1") == {"a": "33", "b": "11"}
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_list_has_every_trajectory_with_what_is_held_of_it(
+    producer: RecordProducer,
+    client: TraceClient,
+    layout: RecordLayout,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bridge.daemon.queries._LIST_PAGE", 2)
+    for number in range(4):
+        producer.send_trajectory(f"other{number}", 0, [1], [-1], "aborted")
+    producer.flush()
+    found = {item.trajectory: item for item in client.list_trajectories()}
+    assert list(found) == ["t", "other0", "other1", "other2", "other3"]
+    assert [item.trajectory for item in client.list_trajectories("other3")] == ["other3"]
+    item = found["t"]
+    assert (item.tokens, item.rows, item.missing_forward, item.missing_kv) == (10, 9, 0, 1)
+    assert item.weight_versions == ("v1", "v2")
+    assert item.nbytes == 9 * layout.row_bytes(Part.FORWARD) + 8 * layout.row_bytes(Part.KV)
+    assert (found["other0"].missing_forward, found["other0"].missing_kv) == (0, 0)
+
+
+def test_an_unknown_trajectory_is_named(client: TraceClient) -> None:
+    with pytest.raises(UnknownTrajectory, match="holds no trajectory 'nope'"):
+        client.fetch("nope")
+
+
+def test_no_bridge_ends_in_a_sentence_with_the_command() -> None:
+    with (
+        TraceClient(NOBODY, timeout_s=0.2) as client,
+        pytest.raises(BridgeUnreachable, match=f"python -m bridge serve --endpoint {NOBODY}"),
+    ):
+        client.ping()
+
+
+def test_a_client_goes_on_after_a_timeout(client: TraceClient) -> None:
+    with pytest.raises(BridgeUnreachable):
+        client.fetch("t", timeout_s=1e-9)
+    client.ping()

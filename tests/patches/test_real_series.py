@@ -1,0 +1,136 @@
+"""Every series in the repository, against the real package it was made for."""
+
+import ast
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from patches import edit, verify_target
+from patches.config import ROOT, Target, load_targets
+from patches.export import export_series, file_name
+from patches.installed import sha256
+from patches.series import Series, load_series
+from patches.state import inspect, require_installed
+
+SERIES = [
+    pytest.param(target, version, id=f"{target.name}-{version}")
+    for target in load_targets().values()
+    for version in target.versions()
+]
+HOOK_CALL = re.compile(rb"\b\w*hooks\.([A-Za-z]\w*)")
+LINE_LIMIT = 60
+
+
+@pytest.fixture
+def series(target: Target, version: str) -> Series:
+    return load_series(target, version)
+
+
+@pytest.fixture
+def pristine(target: Target, version: str, series: Series) -> dict[str, bytes | None]:
+    """What the release has, whether or not the environment is patched right now."""
+    installed = require_installed(target)
+    if installed.version != version:
+        pytest.skip(f"{target.name} {installed.version} is installed")
+    found = inspect(target, installed, series)
+    assert not found.faults
+    return found.pristine_content(series.paths)
+
+
+@pytest.fixture
+def site(target: Target, pristine: dict[str, bytes | None], tmp_path: Path) -> Path:
+    """A site-packages directory with the pristine files of the series and the real dist-info."""
+    installed = require_installed(target)
+    info = installed.record.parent
+    shutil.copytree(info, tmp_path / "site" / info.name)
+    for path, content in pristine.items():
+        if content is not None:
+            (tmp_path / "site" / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "site" / path).write_bytes(content)
+    return tmp_path / "site"
+
+
+def files(directory: Path) -> dict[str, str]:
+    found: Iterator[Path] = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): sha256(path.read_bytes()) for path in found}
+
+
+def test_every_target_has_a_series():
+    assert {param.values[0].name for param in SERIES} == set(load_targets())
+
+
+@pytest.mark.parametrize(("target", "version"), SERIES)
+def test_every_patch_file_is_in_the_order_and_named_after_its_subject(target, version, series):
+    on_disk = {path.name for path in (target.series_dir / version).iterdir()} - {"series"}
+    assert {patch.name for patch in series.patches} == on_disk
+    assert [patch.name for patch in series.patches] == [file_name(p) for p in series.patches]
+
+
+@pytest.mark.parametrize(("target", "version"), SERIES)
+def test_the_hooks_trailer_lists_what_the_added_lines_call(target, version, series):
+    for patch in series.patches:
+        added = b"".join(line for d in patch.diffs for h in d.hunks for line in h.added)
+        called = {name.decode() for name in HOOK_CALL.findall(added)}
+        assert (patch.name, called) == (patch.name, set(patch.hooks))
+
+
+@pytest.mark.parametrize(("target", "version"), SERIES)
+def test_every_hook_is_a_public_function_of_the_one_door(target, version, series):
+    door = ast.parse((ROOT.parent / target.hooks).read_bytes())
+    functions = {node.name for node in door.body if isinstance(node, ast.FunctionDef)}
+    assert set(series.hooks) <= functions
+
+
+@pytest.mark.parametrize(("target", "version"), SERIES)
+def test_hook_patches_stay_within_the_line_limit(target, version, series):
+    assert 0 < series.edited_lines()["hooks"] <= LINE_LIMIT
+
+
+@pytest.mark.parametrize(("target", "version"), SERIES)
+def test_the_results_are_git_s_own_and_valid_python(target, version, series, pristine):
+    current = dict(pristine)
+    for patch in series.patches:
+        for diff in patch.diffs:
+            current[diff.path] = diff.apply(current[diff.path])
+            blob = b"blob %d\0" % len(current[diff.path]) + current[diff.path]
+            assert hashlib.sha1(blob).hexdigest() == diff.blobs[1], f"{patch.name}: {diff.path}"
+            ast.parse(current[diff.path], diff.path)
+
+
+@pytest.mark.parametrize(("target", "version"), SERIES)
+def test_apply_and_revert_leave_the_real_files_byte_identical(target, version, series, site):
+    before = files(site)
+    assert edit.apply(target, site)
+    verify_target(target.name, site=site)
+    after = files(site)
+    assert {path for path in series.paths if before.get(path) != after[path]} == set(series.paths)
+    assert edit.revert(target, site)
+    assert files(site) == before
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="export needs git")
+@pytest.mark.parametrize(("target", "version"), SERIES)
+def test_import_and_export_give_the_same_bytes(target, version, series, site, tmp_path):
+    me = {f"GIT_{r}_{k}": "a@b.c" for r in ("AUTHOR", "COMMITTER") for k in ("NAME", "EMAIL")}
+
+    def git(*arguments: str) -> None:
+        command = ["git", "-C", str(site), *arguments]
+        subprocess.run(command, check=True, capture_output=True, env={**os.environ, **me})
+
+    git("init")
+    git("add", "--all")
+    git("commit", "--message", "released")
+    git("tag", "base")
+    source = target.series_dir / version
+    git("am", "--keep-cr", *(str(source / patch.name) for patch in series.patches))
+    copy = Target(target.name, target.distribution, target.package, target.hooks, tmp_path / "out")
+    export_series(copy, version, site, "base")
+    for patch in series.patches:
+        exported = (tmp_path / "out" / version / patch.name).read_bytes()
+        assert exported == (source / patch.name).read_bytes(), patch.name
