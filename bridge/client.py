@@ -40,7 +40,7 @@ from bridge.wire import (
 Reply = TypeVar("Reply", bound=Message)
 
 
-class TokenMismatch(TraceError):  # noqa: N818
+class TokenMismatch(TraceError):
     """The bridge's trajectory has other tokens than the trainer's: its records must not guide."""
 
 

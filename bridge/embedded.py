@@ -70,7 +70,7 @@ def start(
         process.stdout.close()
         raise BridgeUnreachable(
             "the embedded bridge did not start; see its reason above and run it by hand: "
-            + " ".join(command[1:6])
+            f"python -m bridge serve --endpoint {endpoint}"
         )
     return EmbeddedBridge(line.removeprefix(READY), process)
 

@@ -10,11 +10,11 @@ from bridge.errors import TraceError
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/\[\]]+):(?P<port>\d+|\*)")
 
 
-class InvalidEndpoint(TraceError):  # noqa: N818
+class InvalidEndpoint(TraceError):
     """The endpoint cannot be used."""
 
 
-class EndpointInUse(TraceError):  # noqa: N818
+class EndpointInUse(TraceError):
     """Another process listens on the endpoint."""
 
 

@@ -1,4 +1,3 @@
-# ruff: noqa: N818 - the names say what went wrong; their base says that it is an error
 """The errors that more than one room raises or catches.
 
 Every message is one sentence that names the fix; command lines print it as `error: <sentence>`

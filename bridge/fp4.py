@@ -37,7 +37,7 @@ _FP32_MANTISSA = 0x007FFFFF
 _FP32_EXPONENT = 0x7F800000
 
 
-def magnitude_index(a: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+def magnitude_index(a: Tensor, rounding: Callable[..., Tensor]) -> Tensor:
     """Place float32 magnitudes 0 <= a <= 6 on the E2M1 code line: uint8 indices 0 to 7.
 
     The code line is concave and piecewise linear: 2a up to 2, 2 + a up to 4, 4 + a/2 up to 6, and
@@ -46,10 +46,13 @@ def magnitude_index(a: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
     word because the pieces' offsets 0, 2 and 4 are even. `rounding` is `torch.round`,
     `torch.floor` or `torch.ceil`.
     """
-    fine = rounding(a * 2)
-    middle = rounding(a).add_(2)
-    coarse = rounding(a * 0.5).add_(4)
-    index = torch.minimum(torch.minimum(fine, middle, out=middle), coarse, out=coarse)
+    # In place: memory for large temporaries costs the CPU more than the arithmetic.
+    index = a * 2
+    rounding(index, out=index)
+    piece = rounding(a).add_(2)
+    torch.minimum(index, piece, out=index)
+    rounding(torch.mul(a, 0.5, out=piece), out=piece).add_(4)
+    torch.minimum(index, piece, out=index)
     return index.to(torch.int8).view(torch.uint8)
 
 

@@ -5,7 +5,7 @@ from bridge.errors import TraceError
 SUFFIX_MARK = "#"
 
 
-class InvalidNameError(TraceError):
+class InvalidName(TraceError):
     """A request id does not name a trajectory."""
 
 
@@ -16,11 +16,11 @@ def trajectory_of(rid: str) -> str:
     "traj-7", "traj-7#turn2" and "traj-7#retry1" all belong to "traj-7".
 
     Raises:
-        InvalidNameError: if nothing stands before the first '#'.
+        InvalidName: if nothing stands before the first '#'.
     """
     trajectory = rid.partition(SUFFIX_MARK)[0]
     if not trajectory:
-        raise InvalidNameError(
+        raise InvalidName(
             f"The request id {rid!r} names no trajectory: "
             f"put the trajectory's name before the first {SUFFIX_MARK!r}."
         )

@@ -53,8 +53,9 @@ class RecordProducer:
     kept (or one message, if larger): a call that would exceed them waits.
 
     Every call may raise, for itself or for an earlier message:
-        BridgeUnreachable: nothing was acknowledged for ``deadline_s``; the messages are kept and
-            the next call tries again.
+        BridgeUnreachable: nothing was acknowledged for ``deadline_s``; what is kept is tried again
+            by the next call. Whether the call's own message is kept is open: repeat it, a row or
+            trajectory that arrives twice is harmless.
         StoreFull: messages were refused and dropped; ``refused_rows`` counts their rows.
         SchemaMismatch: the bridge runs another version, or rows do not fit the hello.
     """
@@ -109,14 +110,17 @@ class RecordProducer:
     def send_rows(
         self, part: Part, rows: ArrayLike, payload: ArrayLike, weight_version: str
     ) -> None:
-        """Send records: rows int [n], payload uint8 [n, R] (arrays or CPU tensors; copied)."""
-        rows_n = np.asarray(rows, dtype=np.int64)
-        payload_nR = np.array(payload, dtype=np.uint8)
+        """Send records: rows int [n], payload uint8 [n, R].
+
+        Like all calls it copies what it is given, arrays or CPU tensors, before it returns.
+        """
+        rows_n = np.asarray(rows, dtype=np.int64).copy()
+        payload_nR = np.asarray(payload).astype(np.uint8, casting="no")
         step = max(1, _MESSAGE_BYTES // max(1, payload_nR.shape[1]))
         for begin in range(0, len(rows_n), step):
             piece = slice(begin, begin + step)
             message = Rows.of(
-                self._engine_id, part, rows_n[piece].copy(), payload_nR[piece], weight_version
+                self._engine_id, part, rows_n[piece], payload_nR[piece], weight_version
             )
             self._send(message, rows=len(message.block.rows))
 
@@ -137,8 +141,8 @@ class RecordProducer:
                 self._engine_id,
                 trajectory,
                 start,
-                np.array(tokens, dtype=np.int32),
-                np.array(rows, dtype=np.int64),
+                np.asarray(tokens, dtype=np.int32).copy(),
+                np.asarray(rows, dtype=np.int64).copy(),
                 TrajectoryState(state),
             )
         )

@@ -10,7 +10,7 @@ _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(r"(\d+)\s*([KMGT]iB)?")
 
 
-class InvalidSize(TraceError):  # noqa: N818
+class InvalidSize(TraceError):
     """A text is not a byte count."""
 
 

@@ -24,8 +24,11 @@ CHAT_TEMPLATE = (
 )
 # Spread of the random weights. The customary 0.02 leaves the logits of a model this small almost
 # equal, so that every prompt continues alike; these values give logits a few units apart, like a
-# trained model's, and log-probabilities that move visibly when an activation does.
+# trained model's, and log-probabilities that move visibly when an activation does. What a layer
+# adds to the residual stream is kept small, as in a trained model: otherwise one flipped code word
+# changes every later layer beyond recognition and nothing can be compared.
 WEIGHT_RANGE = 0.1
+RESIDUAL_RANGE = 0.02
 EMBEDDING_RANGE = 1.0
 LM_HEAD_RANGE = 0.3
 NORM_RANGE = 0.1
@@ -115,8 +118,15 @@ def random_weight(name: str, shape: tuple[int, ...], generator: torch.Generator)
     noise = torch.randn(shape, generator=generator)
     if "norm" in name:
         return (1 + NORM_RANGE * noise).to(torch.bfloat16)
-    spread = {"model.embed_tokens.weight": EMBEDDING_RANGE, "lm_head.weight": LM_HEAD_RANGE}
-    return (spread.get(name, WEIGHT_RANGE) * noise).to(torch.bfloat16)
+    return (spread_of(name) * noise).to(torch.bfloat16)
+
+
+def spread_of(name: str) -> float:
+    """Standard deviation of a weight."""
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        return RESIDUAL_RANGE
+    ends = {"model.embed_tokens.weight": EMBEDDING_RANGE, "lm_head.weight": LM_HEAD_RANGE}
+    return ends.get(name, WEIGHT_RANGE)
 
 
 def make_checkpoint(directory: str | Path, seed: int = 0) -> Path:

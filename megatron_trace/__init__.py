@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from megatron_trace.config import TraceTrainerConfig
     from megatron_trace.context import guide
     from megatron_trace.enable import disable_fp4, enable_fp4
-    from megatron_trace.microbatch import Guidance, GuidedMicroBatch
+    from megatron_trace.fetch import fetch_records
+    from megatron_trace.guidance import Guidance
+    from megatron_trace.microbatch import GuidedMicroBatch
 
 __all__ = [
     "Guidance",
@@ -19,15 +21,17 @@ __all__ = [
     "TraceTrainerConfig",
     "disable_fp4",
     "enable_fp4",
+    "fetch_records",
     "guide",
 ]
 
 _HOME = {
-    "Guidance": "microbatch",
+    "Guidance": "guidance",
     "GuidedMicroBatch": "microbatch",
     "TraceTrainerConfig": "config",
     "disable_fp4": "enable",
     "enable_fp4": "enable",
+    "fetch_records": "fetch",
     "guide": "context",
 }
 

@@ -15,7 +15,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
 
-class PackedDotProductAttention(DotProductAttention):
+class PackedDotProductAttention(DotProductAttention):  # type: ignore[misc]
     """Causal `DotProductAttention` that also takes packed sequences."""
 
     def forward(
@@ -30,7 +30,8 @@ class PackedDotProductAttention(DotProductAttention):
     ) -> Tensor:
         """Attend; with `packed_seq_params` query is [T, N, D], key and value are [T, G, D]."""
         if packed_seq_params is None:
-            return super().forward(query, key, value, attention_mask, **options)
+            padded: Tensor = super().forward(query, key, value, attention_mask, **options)
+            return padded
         bounds = _sequence_bounds(packed_seq_params)
         out_TND = torch.cat(
             [
@@ -43,7 +44,8 @@ class PackedDotProductAttention(DotProductAttention):
 
 def _sequence_bounds(packed: PackedSeqParams) -> list[int]:
     cu_seqlens = packed.cu_seqlens_q_padded
-    return (packed.cu_seqlens_q if cu_seqlens is None else cu_seqlens).tolist()
+    bounds: list[int] = (packed.cu_seqlens_q if cu_seqlens is None else cu_seqlens).tolist()
+    return bounds
 
 
 def _causal(q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:

@@ -50,7 +50,8 @@ def guide(micro_batch: GuidedMicroBatch | None) -> Iterator[None]:
     """Follow the records of `micro_batch` in every forward inside the block.
 
     The backward may run outside the block: checkpoints remember the micro-batch. With expert
-    parallelism every rank of the group must guide, or none: the records travel with the tokens.
+    parallelism the records travel with the tokens, so every rank of the group must guide, by
+    records of one layout and one `Guidance`, or none.
     """
     token = _scope.set(Scope(micro_batch))
     try:

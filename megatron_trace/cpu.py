@@ -47,27 +47,25 @@ class _Stream:
         return hash(_Stream)
 
 
+CUDA_STAND_INS: dict[str, Any] = {
+    "current_device": lambda: "cpu",
+    "synchronize": lambda device=None: None,
+    "Stream": _Stream,
+    "Event": _Event,
+    "current_stream": lambda device=None: _Stream(),
+    "stream": lambda stream: contextlib.nullcontext(),
+    "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+    "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+}
+
+
 def prepare() -> None:
     """Install the stand-ins if this host has no CUDA device."""
     if torch.cuda.is_available():
         return
-    _replace_cuda_entry_points()
-    _replace_rng_states()
-
-
-def _replace_cuda_entry_points() -> None:
-    stand_ins: dict[str, Any] = {
-        "current_device": lambda: "cpu",
-        "synchronize": lambda device=None: None,
-        "Stream": _Stream,
-        "Event": _Event,
-        "current_stream": lambda device=None: _Stream(),
-        "stream": lambda stream: contextlib.nullcontext(),
-        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
-        "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
-    }
-    for name, stand_in in stand_ins.items():
+    for name, stand_in in CUDA_STAND_INS.items():
         setattr(torch.cuda, name, stand_in)
+    _replace_rng_states()
 
 
 def _replace_rng_states() -> None:

@@ -76,7 +76,7 @@ class AllGatherRecords:
     @property
     def num_tokens(self) -> int:
         """T of the dispatch under way."""
-        return self._dispatcher.hidden_shape[:-1].numel()
+        return int(self._dispatcher.hidden_shape[:-1].numel())
 
     def dispatch(self, records_TKW: Tensor, slots_TE: Tensor) -> tuple[Tensor, Tensor]:
         """See `RecordDispatcher.dispatch`."""

@@ -22,7 +22,7 @@ RANK_MODULE = "megatron_trace.rank"
 AS_MODULE = "--as-module"
 
 
-class UnsupportedOption(TraceError):  # noqa: N818
+class UnsupportedOption(TraceError):
     """A torchrun option cannot be combined with this launcher."""
 
 
@@ -31,13 +31,14 @@ def main(arguments: Sequence[str]) -> int:
     options = get_args_parser().parse_args(arguments)
     try:
         verify_target("megatron-core")
-        run(through_rank_module(options))
+        run(through_rank_module(options))  # type: ignore[no-untyped-call]
     except (TraceError, PatchError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        print(f"error: rank {rank} ended with status {failure.exitcode}, see above", file=sys.stderr)
+        sentence = f"rank {rank} ended with status {failure.exitcode}, see above"
+        print(f"error: {sentence}", file=sys.stderr)
         return 1
     return 0
 

@@ -45,7 +45,7 @@ HOOKED = (
 DOOR = "megatron_trace.hooks"
 
 
-class UnpatchedMegatron(TraceError):  # noqa: N818
+class UnpatchedMegatron(TraceError):
     """The imported Megatron-core does not call a hook."""
 
 

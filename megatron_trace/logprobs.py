@@ -25,5 +25,5 @@ def token_logprobs(
     """
     logits_sbv = logits_bsv.transpose(0, 1).float().contiguous()
     targets_sb = tokens_bs.transpose(0, 1).contiguous()
-    loss_sb = vocab_parallel_cross_entropy(logits_sbv, targets_sb, tp_group=tp_group)
+    loss_sb: Tensor = vocab_parallel_cross_entropy(logits_sbv, targets_sb, tp_group=tp_group)
     return -loss_sb.transpose(0, 1)

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from bridge.errors import TraceError
 
 
-class TokenCountMismatch(TraceError):  # noqa: N818
+class TokenCountMismatch(TraceError):
     """The model computes another number of tokens than the micro-batch describes."""
 
 

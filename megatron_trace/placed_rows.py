@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bridge.records import TrajectoryRecords
 
 
-class SequenceCountMismatch(TraceError):  # noqa: N818
+class SequenceCountMismatch(TraceError):
     """There is not one record (or None) for each sequence."""
 
 
@@ -53,8 +53,8 @@ class VersionPolicy:
 class PlacedRows:
     """Rows in model order; a row without a record is zero and its state says so.
 
-    forward_rows, kv_rows                uint8 [N, W]
-    forward_state, kv_state      uint8 [N], `RowState`
+    forward_rows, kv_rows      uint8 [N, W]
+    forward_state, kv_state    uint8 [N], `RowState`
     """
 
     forward_rows: Tensor

@@ -21,7 +21,7 @@ from bridge.errors import TraceError
 from bridge.fp4 import NVFP4_BLOCK
 
 
-class UnsupportedModel(TraceError):  # noqa: N818
+class UnsupportedModel(TraceError):
     """The model uses something that cannot be guided correctly yet."""
 
 
@@ -134,7 +134,7 @@ def refuse_config(config: TransformerConfig) -> None:
             raise UnsupportedModel(refusal.sentence)
 
 
-def refuse_attention(attention: nn.Module) -> None:
+def refuse_attention(attention: Attention) -> None:
     """Refuse an attention module whose K and V do not pass the hook."""
     _require_hooked(attention, Attention, "forward", "a layer's attention")
     if attention.config.num_query_groups < attention.pg_collection.tp.size():

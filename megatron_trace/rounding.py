@@ -65,7 +65,7 @@ class SiteRows:
 
     record        planes, block scales and token scales of the full row width
     global_scale  float32 [R, 1] or [], the rollout's second scale
-    state       uint8 [R], `RowState`
+    state         uint8 [R], `RowState`
     counts        int64 [len(Counter)] that is added to, None to count nothing
     """
 
@@ -135,12 +135,12 @@ class SiteRows:
     def unpacked(self, packed_RW: Tensor) -> SiteRows:
         """Return the rows that arrived, in their new order."""
         planes = self.record.planes_u8.shape[-1]
-        scales = self.record.scales_u8.shape[-1]
-        sizes = (planes, scales, self.global_scale.element_size(), 1)
-        planes_u8, scales_u8, scale_u8, state = packed_RW.split(sizes, dim=-1)
-        global_scale = scale_u8.contiguous().view(torch.float32)
-        record = SiteRecord(planes_u8, scales_u8, global_scale, self.record.bits)
-        return replace(self, record=record, global_scale=global_scale, state=state.squeeze(-1))
+        scales = planes + self.record.scales_u8.shape[-1]
+        global_scale = packed_RW[:, scales:-1].contiguous().view(torch.float32)
+        record = SiteRecord(
+            packed_RW[:, :planes], packed_RW[:, planes:scales], global_scale, self.record.bits
+        )
+        return replace(self, record=record, global_scale=global_scale, state=packed_RW[:, -1])
 
     def __getitem__(self, rows: slice) -> SiteRows:
         """Return some of the rows."""

@@ -24,7 +24,7 @@ class PlacementError(TraceError):
 class Placement:
     """The tokens of a micro-batch in model order, and where each sequence's tokens are in it.
 
-    tokens   int64 [N] on the CPU
+    tokens     int64 [N] on the CPU
     sequences  for each sequence, int64 [P]: the model-order place of its positions 0, 1, ...
     """
 

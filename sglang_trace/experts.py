@@ -1,7 +1,9 @@
-"""Experts in NVFP4 W4A4, emulated: code words decide every operand, GEMMs run in BF16.
+"""Experts in NVFP4 W4A4, emulated: code words decide every operand of the GEMMs.
 
-An operand is code word * block scale * power-of-two scale, which is exact in BF16, so the GEMMs
-see precisely the quantized numbers. Products are accumulated by the BLAS in use; beyond that a
+An operand is code word * block scale * power-of-two scale, which is exact in BF16 as in FP32, so
+the GEMMs see precisely the quantized numbers. They accumulate in FP32 and their results are rounded
+to the activations' dtype, whichever of the two dtypes the weights are held in: on CPUs without BF16
+units FP32 is several times faster. The order of accumulation is the BLAS library's; beyond that a
 token's result does not depend on the other tokens of the batch.
 
 Shape legend: T tokens, K experts a token (slots), H hidden size, I expert width, E experts,
@@ -50,24 +52,24 @@ def rows_by_expert(expert_ids_TK: Tensor, num_experts: int) -> Iterator[tuple[in
         first += count
 
 
-def gate_up(x_TH: Tensor, w13_E2IH: Tensor, expert_ids_TK: Tensor) -> Tensor:
-    """Return silu(gate) * up of every token and slot: BF16 [T, K, I]."""
+def gate_up(x_TH: Tensor, w13_E2IH: Tensor, expert_ids_TK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return silu(gate) * up of every token and slot: [T, K, I] of `dtype`."""
     tokens, slots = expert_ids_TK.shape
     width = w13_E2IH.shape[1] // 2
-    h_RI = x_TH.new_empty(tokens * slots, width)
+    h_RI = x_TH.new_empty(tokens * slots, width, dtype=dtype)
     for expert, rows_N in rows_by_expert(expert_ids_TK, w13_E2IH.shape[0]):
-        both = F.linear(x_TH[rows_N // slots], w13_E2IH[expert])
+        both = F.linear(x_TH[rows_N // slots], w13_E2IH[expert]).to(dtype)
         h_RI[rows_N] = F.silu(both[:, :width]) * both[:, width:]
     return h_RI.view(tokens, slots, width)
 
 
-def down(h_TKI: Tensor, w2_EHI: Tensor, expert_ids_TK: Tensor) -> Tensor:
-    """Return the down projection of every token and slot: BF16 [T, K, H]."""
+def down(h_TKI: Tensor, w2_EHI: Tensor, expert_ids_TK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the down projection of every token and slot: [T, K, H] of `dtype`."""
     tokens, slots = expert_ids_TK.shape
     h_RI = h_TKI.flatten(0, 1)
-    y_RH = h_TKI.new_empty(tokens * slots, w2_EHI.shape[1])
+    y_RH = h_TKI.new_empty(tokens * slots, w2_EHI.shape[1], dtype=dtype)
     for expert, rows_N in rows_by_expert(expert_ids_TK, w2_EHI.shape[0]):
-        y_RH[rows_N] = F.linear(h_RI[rows_N], w2_EHI[expert])
+        y_RH[rows_N] = F.linear(h_RI[rows_N], w2_EHI[expert]).to(dtype)
     return y_RH.view(tokens, slots, -1)
 
 
@@ -87,15 +89,15 @@ def run_experts(
 ) -> Tensor:
     """Run the MoE layer on quantized activations and return [T, H].
 
-    `w13_E2IH` (gate above up) and `w2_EHI` are the dequantized weights in the dtype of `x_TH`.
+    `w13_E2IH` (gate above up) and `w2_EHI` are the dequantized weights, in BF16 or FP32.
     """
     expert_ids_TK = expert_ids_TK.long()
     x_fp4 = quantize_activation(x_TH)
-    h_TKI = gate_up(x_fp4.dequantize(x_TH.dtype), w13_E2IH, expert_ids_TK)
+    h_TKI = gate_up(x_fp4.dequantize(w13_E2IH.dtype), w13_E2IH, expert_ids_TK, x_TH.dtype)
     h_fp4 = quantize_activation(h_TKI)
     if recorder is not None:
         recorder.routes(expert_ids_TK)
         recorder.fc1(x_fp4)
         recorder.fc2(h_fp4)
-    y_TKH = down(h_fp4.dequantize(x_TH.dtype), w2_EHI, expert_ids_TK)
+    y_TKH = down(h_fp4.dequantize(w2_EHI.dtype), w2_EHI, expert_ids_TK, x_TH.dtype)
     return combine(y_TKH, router_weights_TK)

@@ -16,7 +16,7 @@ import torch
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.utils import set_weight_attrs
-from torch import nn
+from torch import Tensor, nn
 
 from bridge.errors import TraceError
 from bridge.fp4 import NVFP4_BLOCK, Fp4Tensor, pack_nibbles, quantize_weight, unpack_nibbles
@@ -63,7 +63,7 @@ class TraceNvfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         w13_codes [E, 2I, H/2], w2_codes [E, H, I/2]    uint8, two code words a byte
         w13_scales [E, 2I, H/16], w2_scales [E, H, I/16] uint8, E4M3
         gate_scale, up_scale, down_scale [E]             float32, one a matrix
-    and w13_hat, w2_hat: the same numbers in BF16, for the GEMMs.
+    and w13_hat, w2_hat: the same numbers, in the dtype that the GEMMs are fastest in.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class TraceNvfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             master = nn.Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
             layer.register_parameter(f"{name}_weight", master)
             set_weight_attrs(master, extra_weight_attrs)
-            _register_quantized(layer, name, shape, params_dtype)
+            _register_quantized(layer, name, shape, gemm_dtype(master))
         for name in ("gate", "up", "down"):
             layer.register_buffer(f"{name}_scale", torch.ones(num_experts, dtype=torch.float32))
 
@@ -173,6 +173,11 @@ def stored_matrices(layer: Any, prefix: str) -> Iterator[tuple[str, Fp4Tensor]]:
                     NVFP4_BLOCK,
                 ),
             )
+
+
+def gemm_dtype(weight: Tensor) -> torch.dtype:
+    """FP32 on a CPU, where BF16 GEMMs are emulated; the weights' own dtype elsewhere."""
+    return torch.float32 if weight.device.type == "cpu" else weight.dtype
 
 
 def moe_layers(model: nn.Module) -> Iterator[tuple[str, Any, TraceNvfp4MoEMethod]]:

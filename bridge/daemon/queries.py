@@ -16,11 +16,19 @@ _LIST_PAGE = 1000
 class Census:
     """Lists trajectories and digests, and counts."""
 
-    def __init__(self, store: Store, catalog: Catalog, ingest: Ingest, gather: Gather) -> None:
+    def __init__(
+        self,
+        store: Store,
+        catalog: Catalog,
+        ingest: Ingest,
+        gather: Gather,
+        damaged_entries: int,
+    ) -> None:
         self._store = store
         self._catalog = catalog
         self._ingest = ingest
         self._gather = gather
+        self._damaged_entries = damaged_entries
         self.refused = 0
 
     def list(self, asked: List) -> ListReply:
@@ -48,4 +56,5 @@ class Census:
             duplicates=self._ingest.duplicates,
             refused=self.refused + self._ingest.refused,
             corrupt_rows=self._gather.corrupt_rows,
+            damaged_entries=self._damaged_entries,
         )

@@ -54,15 +54,15 @@ class Daemon:
         self._context = zmq.Context()
         try:
             self._socket = _listen(self._context, checked_endpoint(endpoint))
+            catalog, damaged_entries = recover(store)
         except BaseException:
             self._context.destroy()
             raise
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        catalog, self.damaged_entries = recover(store)
         gather = Gather(store)
         self._ingest = Ingest(store, catalog, self._answer)
         self._fetching = Fetching(catalog, gather)
-        self._census = Census(store, catalog, self._ingest, gather)
+        self._census = Census(store, catalog, self._ingest, gather, damaged_entries)
 
     def run(self, stop_asked: Callable[[], bool]) -> None:
         """Serve until ``stop_asked()``, looked at a few times a second."""

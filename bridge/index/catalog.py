@@ -18,7 +18,7 @@ from bridge.wire import Block, Hello, Trajectory, WeightDigests
 Told = Hello | Block | Trajectory | WeightDigests
 
 
-class UnknownEngine(TraceError):  # noqa: N818
+class UnknownEngine(TraceError):
     """An engine sent records without a hello that this daemon remembers."""
 
 

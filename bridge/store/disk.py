@@ -27,11 +27,11 @@ _DISK_MARGIN = 1 << 20
 _number = struct.Struct(">Q")
 
 
-class StoreBusy(TraceError):  # noqa: N818
+class StoreBusy(TraceError):
     """Another daemon writes to the directory."""
 
 
-class CorruptStore(TraceError):  # noqa: N818
+class CorruptStore(TraceError):
     """The directory does not hold a readable store."""
 
 

@@ -143,7 +143,8 @@ class StatsReply(HeaderOnly):
     """The daemon's counters; ``store`` names the tier, bytes are those of the store.
 
     ``corrupt_rows`` counts rows that failed their checksum when read (they are then missing),
-    ``refused`` messages answered with an error.
+    ``damaged_entries`` journal entries that were not readable at start-up, ``refused`` messages
+    answered with an error.
     """
 
     KIND: ClassVar[str] = "stats_reply"
@@ -159,6 +160,7 @@ class StatsReply(HeaderOnly):
     duplicates: int
     refused: int
     corrupt_rows: int
+    damaged_entries: int
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""

@@ -9,8 +9,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from bridge.client import TraceClient
-from bridge.layout import Site
-from bridge.layout.site import deeper_half
+from bridge.layout import Site, deeper_half
 from examples.demo.gap import Gap
 from examples.demo.policy import fetch, logprobs, micro_batch, packs
 from examples.demo.rollout import Sample

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bridge.embedded import EmbeddedBridge
-from bridge.embedded import start as start_bridge
 from examples.demo import rollout
 from examples.demo.rollout import Sample
 from examples.demo.server import Server
 from examples.demo.stages import Stages, read_json
+from examples.demo.summary import summarize
 from examples.tiny_model import make_checkpoint
 
 # A pool and batch small enough that requests queue and later ones find the few-shot prefix cached.
 SERVER_FLAGS = [
     *("--max-total-tokens", "8192", "--max-running-requests", "16"),
-    *("--chunked-prefill-size", "256", "--enable-tokenizer-batch-encode"),
+    *("--chunked-prefill-size", "256", "--enable-tokenizer-batch-encode", "--sleep-on-idle"),
+    *("--weight-version", "0"),
 ]
+CAPTURE = ["--trace-capture"]
 FULL_CAPTURE = [
+    *CAPTURE,
     *("--trace-sites", "fc1,fc2,k,v,routes", "--trace-layers", "all", "--trace-bits", "4"),
 ]
 
@@ -47,97 +50,99 @@ class Job:
         return self.out / "model-step1"
 
 
-def _server(job: Job, stages: Stages, name: str, flags: list[str]) -> Server:
-    return Server(
-        job.model,
-        job.out / f"server-{name}.log",
-        [*SERVER_FLAGS, "--random-seed", str(job.seed), *flags],
-    )
+def run(job: Job, stages: Stages) -> dict[str, Any]:
+    """The whole demo; returns the report without its timings being part of any comparison."""
+    with stages.stage("make a small Qwen3-MoE checkpoint"):
+        make_checkpoint(job.model, job.seed)
+    main = _main_job(job, stages)
+    comparison = _comparison(job, stages)
+    return summarize(job, main, comparison) | {"seconds": stages.seconds}
 
 
-def _capture_flags(bridge: EmbeddedBridge) -> list[str]:
-    return ["--trace-capture", "--trace-bridge", bridge.endpoint]
+@contextmanager
+def _serving(job: Job, stages: Stages, what: str, name: str, flags: list[str]) -> Iterator[Server]:
+    """A running server; the stage is its start."""
+    seed = ["--random-seed", str(job.seed)]
+    server = Server(job.model, job.out / f"server-{name}.log", [*SERVER_FLAGS, *seed, *flags])
+    with stages.stage(f"start SGLang: {what}"):
+        server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 def _generate(job: Job, stages: Stages, server: Server, step: int) -> list[Sample]:
-    total = job.prompts * job.samples
-    with stages.stage(f"step {step}: {total} samples of {job.new_tokens} tokens, 1 conversation"):
-        groups = rollout.generate_groups(
+    count = job.prompts * job.samples
+    with stages.stage(f"generate {count} samples and a conversation, step {step}"):
+        samples = rollout.generate_groups(
             server, step, job.prompts, job.samples, job.new_tokens, job.seed
         )
         talk = rollout.generate_conversation(server, step, job.prompts, job.new_tokens // 2)
-    return [*groups, talk]
+    return [*samples, talk]
 
 
-def _train(job: Job, stages: Stages, name: str, mode: str, *args: str) -> dict[str, Any]:
-    result = job.out / f"{mode}.json"
-    script = Path(__file__).with_name("trainer.py")
+def _train(
+    job: Job, stages: Stages, what: str, mode: str, samples: list[Sample], **options: str | Path
+) -> dict[str, Any]:
+    """Runs the trainer's process on a rollout and returns the JSON it wrote."""
+    saved, result = job.out / f"rollout-{mode}.json", job.out / f"trainer-{mode}.json"
+    rollout.save(samples, saved)
+    options = {"rollout": saved, "result": result, "seed": str(job.seed), **options}
     command = [
-        *(sys.executable, "-m", "megatron_trace.launch", "--nproc-per-node", "1", str(script)),
-        *(mode, "--seed", str(job.seed), "--result", str(result), *args),
+        *(sys.executable, "-m", "megatron_trace.launch", "--nproc-per-node", "1"),
+        *(str(Path(__file__).with_name("trainer.py")), mode),
+        *(word for key, value in options.items() for word in (f"--{key}", str(value))),
     ]
-    stages.process(name, command, job.out / f"trainer-{mode}.log")
+    stages.process(f"Megatron-core: {what}", command, job.out / f"trainer-{mode}.log")
     answer: dict[str, Any] = read_json(result)
     return answer
 
 
-def _main_job(job: Job, stages: Stages, bridge: EmbeddedBridge) -> dict[str, Any]:
-    """Default capture → guided GRPO step → weights back → generate again."""
-    server = _server(job, stages, "main", _capture_flags(bridge))
-    with stages.stage("start SGLang: FP4 experts and KV cache, default capture"):
-        server.__enter__()
-    try:
+def _main_job(job: Job, stages: Stages) -> dict[str, Any]:
+    """Default capture, guided GRPO step, weights back to the running server, generate again."""
+    with _serving(job, stages, "FP4, default capture", "main", CAPTURE) as server:
         first = _generate(job, stages, server, 0)
-        rollout.save(first, job.out / "rollout-0.json")
         step = _train(
             job,
             stages,
-            "Megatron: guided GRPO step",
+            "guided GRPO step",
             "step",
-            *("--model", str(job.model), "--save", str(job.updated_model)),
-            *("--rollout", str(job.out / "rollout-0.json"), "--bridge", bridge.endpoint),
+            first,
+            model=job.model,
+            save=job.updated_model,
+            bridge=server.bridge,
         )
         with stages.stage("send the new weights to the running server"):
             server.update_weights(job.updated_model, "1")
         second = _generate(job, stages, server, 1)
-        rollout.save(second, job.out / "rollout-1.json")
         after = _train(
             job,
             stages,
-            "Megatron: records of the second rollout",
+            "follow the second rollout",
             "check",
-            *("--model", str(job.updated_model)),
-            *("--rollout", str(job.out / "rollout-1.json"), "--bridge", bridge.endpoint),
+            second,
+            model=job.updated_model,
+            bridge=server.bridge,
         )
-    finally:
-        server.__exit__()
     return {"first": first, "second": second, "step": step, "after": after}
 
 
-def _compare(job: Job, stages: Stages, bridge: EmbeddedBridge) -> dict[str, Any]:
-    """Full capture and BF16 rollouts of the same checkpoint, every way to round in the trainer."""
-    flags = [*_capture_flags(bridge), *FULL_CAPTURE]
-    with stages.stage("start SGLang: FP4, full capture"):
-        server = _server(job, stages, "full", flags).__enter__()
-    try:
-        full = _generate(job, stages, server, 0)
-    finally:
-        server.__exit__()
-    with stages.stage("start SGLang: BF16, no capture"):
-        server = _server(job, stages, "bf16", ["--device", "cpu"]).__enter__()
-    try:
+def _comparison(job: Job, stages: Stages) -> dict[str, Any]:
+    """The same checkpoint in BF16, and with every code word captured, under each way to round."""
+    with _serving(job, stages, "BF16, no capture", "bf16", []) as server:
         bf16 = _generate(job, stages, server, 0)
-    finally:
-        server.__exit__()
-    rollout.save(full, job.out / "rollout-full.json")
     rollout.save(bf16, job.out / "rollout-bf16.json")
-    variants = _train(
-        job,
-        stages,
-        "Megatron: log-probabilities under every way to round",
-        "compare",
-        *("--model", str(job.model), "--bridge", bridge.endpoint),
-        *("--rollout", str(job.out / "rollout-full.json")),
-        *("--bf16-rollout", str(job.out / "rollout-bf16.json")),
-    )
-    return {"full": full, "bf16": bf16, "variants": variants}
+    with _serving(job, stages, "FP4, full code words", "full", FULL_CAPTURE) as server:
+        full = _generate(job, stages, server, 0)
+        compared = _train(
+            job,
+            stages,
+            "every way to round",
+            "compare",
+            full,
+            model=job.model,
+            bridge=server.bridge,
+            **{"bf16-rollout": job.out / "rollout-bf16.json"},
+        )
+    return {"full": full, "bf16": bf16, "compared": compared}

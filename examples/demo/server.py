@@ -1,4 +1,4 @@
-"""One real SGLang server as a context manager, and the few calls of its HTTP API the demo makes."""
+"""One real SGLang server, and the few calls of its HTTP API the demo makes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import requests
 
 START_TIMEOUT_S = 240
+BRIDGE_LINE = "bridge ready "
 
 
 class ServerFailed(Exception):
@@ -31,20 +31,20 @@ def free_port() -> int:
 
 @dataclass
 class Server:
-    """`python -m sglang_trace.launch_server` with `flags`, its log in `log`.
-
-    Entering waits until the server answers; leaving ends it and every process it started.
-    """
+    """`python -m sglang_trace.launch_server` with `flags`, its log in `log`."""
 
     model: Path
     log: Path
     flags: list[str]
-    env: dict[str, str] = field(default_factory=dict)
-    on_wait: Callable[[float], None] = lambda _: None
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Server:
+    def start(self) -> None:
+        """Starts the server and returns when it answers.
+
+        Raises:
+            ServerFailed: it ended or did not answer in time.
+        """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         command = [
             *(sys.executable, "-m", "sglang_trace.launch_server"),
@@ -56,18 +56,13 @@ class Server:
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | self.env,
                 start_new_session=True,
             )
         try:
             self._wait_until_healthy()
         except BaseException:
-            self._stop()
+            self.stop()
             raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
 
     def _wait_until_healthy(self) -> None:
         started = time.monotonic()
@@ -80,12 +75,11 @@ class Server:
                     return
             except requests.RequestException:
                 pass
-            self.on_wait(time.monotonic() - started)
             time.sleep(0.5)
         raise ServerFailed(f"no answer within {START_TIMEOUT_S} s:\n{self.log_tail()}")
 
-    def _stop(self) -> None:
-        """SIGTERM to the launcher, SIGKILL to its whole process group when that is not enough."""
+    def stop(self) -> None:
+        """Ends the server: SIGTERM to the launcher, SIGKILL to its whole process group when that is not enough."""
         if self.process is None or self.process.poll() is not None:
             return
         self.process.send_signal(signal.SIGTERM)
@@ -99,6 +93,14 @@ class Server:
     def url(self) -> str:
         """Base address of the HTTP API."""
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def bridge(self) -> str:
+        """Endpoint of the server's own bridge, from its log."""
+        for line in self.log.read_text(errors="replace").splitlines():
+            if line.startswith(BRIDGE_LINE):
+                return line.removeprefix(BRIDGE_LINE)
+        raise ServerFailed(f"the server started no bridge:\n{self.log_tail()}")
 
     def log_tail(self, lines: int = 25) -> str:
         """The last lines of the server's log."""

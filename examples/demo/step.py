@@ -94,19 +94,19 @@ def compare_weights(model: GPTModel, client: TraceClient, version: str) -> dict[
 
 
 def describe_records(client: TraceClient, samples: list[Sample], report: Report) -> dict[str, Any]:
-    """Missing records, and bytes stored a token against the layout's formula."""
-    rows = [client.fetch(s.trajectory) for s in samples]
-    layout = rows[0].layout
-    payload = sum(r.forward[0].numel() + r.kv[0].numel() for r in rows) / len(rows)
-    absent = sum(int((~r.forward_valid).sum()) + int((~r.kv_valid).sum()) for r in rows)
+    """Missing records, and the bridge's bytes a computed token against the layout's formula."""
+    records = [client.fetch(s.trajectory) for s in samples]
+    absent = sum(int((~r.forward_valid).sum()) + int((~r.kv_valid).sum()) for r in records)
+    stats = client.stats()
     return {
-        "trajectories": len(rows),
-        "positions": sum(len(r) for r in rows),
+        "trajectories": len(records),
+        "positions": sum(len(r) for r in records),
+        "rows": stats.forward_rows,
         "missing": absent + report.total().missing,
         "guided_values": report.total().guided,
-        "bytes_per_token": payload,
-        "bytes_per_token_formula": layout.bytes_per_token(),
-        "layout": layout.to_dict(),
+        "bytes_per_token": stats.used_bytes / stats.forward_rows,
+        "bytes_per_token_formula": records[0].layout.bytes_per_token(),
+        "layout": records[0].layout.to_dict(),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -17,7 +18,7 @@ from megatron_trace.hf.mapping import join, shard
 ReadTensor = Callable[[str], Tensor]
 
 
-class CheckpointMismatch(TraceError):  # noqa: N818
+class CheckpointMismatch(TraceError):
     """A checkpoint lacks a tensor, or a tensor has another shape than the model's."""
 
 
@@ -54,10 +55,15 @@ def load_hf(model: GPTModel, checkpoint: str | Path | Mapping[str, Tensor]) -> N
 
 def _reader(directory: Path) -> ReadTensor:
     """Return a function that reads one tensor of a checkpoint directory by name."""
-    files = [safe_open(path, "pt") for path in sorted(directory.glob("*.safetensors"))]
+    files: list[Any] = [safe_open(path, "pt") for path in sorted(directory.glob("*.safetensors"))]
     if not files:
         raise CheckpointMismatch(
             f"{directory} holds no *.safetensors file: save the checkpoint as safetensors."
         )
     home = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-    return lambda name: home[name].get_tensor(name)
+
+    def read(name: str) -> Tensor:
+        tensor: Tensor = home[name].get_tensor(name)
+        return tensor
+
+    return read

@@ -31,9 +31,12 @@ class LocalPart:
 
     def tensor_group(self, source: Source) -> ProcessGroup:
         """Return the ranks that share the matrix."""
-        return self._groups.tp if source.expert is None else self._groups.expt_tp
+        groups = self._groups
+        group: ProcessGroup = groups.tp if source.expert is None else groups.expt_tp
+        return group
 
     @property
     def expert_group(self) -> ProcessGroup:
         """The ranks that hold the other experts."""
-        return self._groups.ep
+        group: ProcessGroup = self._groups.ep
+        return group

@@ -103,7 +103,7 @@ def split(source: Source, whole: Tensor, config: TransformerConfig) -> list[Tens
     if source.join is Join.QKV:
         d = config.kv_channels
         groups = _by_group(whole, config)
-        parts = groups.split([groups.shape[1] - 2 * d, d, d], dim=1)
+        parts = (groups[:, : -2 * d], groups[:, -2 * d : -d], groups[:, -d:])
         return [part.flatten(0, 1) for part in parts]
     return list(whole.chunk(len(source.names)))
 
@@ -128,7 +128,7 @@ def unshard(source: Source, parts: Sequence[Tensor]) -> Tensor:
 
 def _by_group(matrix: Tensor, config: TransformerConfig) -> Tensor:
     """View rows by key/value group: [G, rows of a group, H]."""
-    return matrix.unflatten(0, (config.num_query_groups, -1))
+    return matrix.reshape(config.num_query_groups, -1, matrix.shape[-1])
 
 
 def _prefixed(prefix: str, source: Source, expert: int | None) -> Source:

@@ -28,7 +28,7 @@ from bridge.errors import TraceError
 from megatron_trace.attention import PackedDotProductAttention
 
 
-class UnsupportedCheckpoint(TraceError):  # noqa: N818
+class UnsupportedCheckpoint(TraceError):
     """A Hugging Face checkpoint is not a Qwen3-MoE model this loader builds."""
 
 
@@ -42,7 +42,7 @@ class RmsNorm(torch.nn.RMSNorm):
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
 
 def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:

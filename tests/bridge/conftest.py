@@ -9,12 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 from numpy.typing import NDArray
 
 from bridge import embedded
 from bridge.daemon import Daemon
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from bridge.store import MemoryStore, Store
+
+# A busy machine is no failure: examples are bounded in number, the session in time.
+settings.register_profile("bridge", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("bridge")
 
 SITES = (Site.FC1, Site.K, Site.V, Site.ROUTES)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ class Peer:
     def __init__(self, endpoint: str) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(endpoint)
 
     def say(self, frames: list[bytes]) -> None:
@@ -59,9 +61,8 @@ class Peer:
 
 @pytest.fixture
 def peer(endpoint: str) -> Iterator[Peer]:
-    connected = Peer(endpoint)
-    yield connected
-    connected.close()
+    with closing(Peer(endpoint)) as connected:
+        yield connected
 
 
 def _rows(payload: NDArray[np.uint8], first: int = 0, engine: str = "e") -> Rows:
@@ -133,15 +134,14 @@ def test_a_full_store_refuses_what_does_not_fit_and_keeps_what_does(
     make_rows: Callable[..., NDArray[np.uint8]],
 ) -> None:
     payload = make_rows(Part.FORWARD, range(400))
-    peer = Peer(serve(MemoryStore(40_000)))
-    peer.ask(Hello("e", layout), 0)
-    for seq, part in enumerate((payload[:100], payload, payload[100:110]), start=1):
-        peer.say([bytes(frame) for frame in encode(_rows(part), seq)])
-    answers = dict((seq, answer) for answer, seq in (peer.hear() for _ in range(3)))
+    with closing(Peer(serve(MemoryStore(10_000)))) as peer:
+        peer.ask(Hello("e", layout), 0)
+        for seq, part in enumerate((payload[:100], payload, payload[100:110]), start=1):
+            peer.say([bytes(frame) for frame in encode(_rows(part), seq)])
+        answers = {seq: answer for answer, seq in (peer.hear() for _ in range(3))}
     assert answers[1] == answers[3] == Ack()
     assert isinstance(answers[2], Error)
     assert answers[2].code == "StoreFull"
-    peer.close()
 
 
 def test_answers_and_journal_entries_are_not_for_the_daemon(

@@ -13,13 +13,9 @@ Where other implementations do not agree with round-to-nearest, ties to the even
 - SGLang's block-16 FP4 KV path counts `|x| >= bound`: ties go up, not to even.
 """
 
+# ruff: noqa: E402 - the host must be prepared between the two groups of imports
+
 import torch
-from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
-from compressed_tensors.quantization import QuantizationArgs
-from compressed_tensors.quantization.lifecycle.forward import quantize
-from compressed_tensors.quantization.quant_args import round_to_quantized_type_dtype
-from compressed_tensors.quantization.utils.fp4_utils import cast_to_fp4
-from compressed_tensors.quantization.utils.helpers import calculate_qparams
 from torch import Tensor
 
 from bridge.fp4 import (
@@ -34,6 +30,19 @@ from bridge.fp4 import (
     tensor_scale,
     unpack_nibbles,
 )
+from sglang_trace import cpu_host
+
+# compressed-tensors imports transformers, and that imports torchvision if it is installed: a CUDA
+# build beside a CPU build of torch fails unless the host is prepared.
+cpu_host.prepare()
+
+# ruff: isort: split
+from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import quantize
+from compressed_tensors.quantization.quant_args import round_to_quantized_type_dtype
+from compressed_tensors.quantization.utils.fp4_utils import cast_to_fp4
+from compressed_tensors.quantization.utils.helpers import calculate_qparams
 
 NVFP4 = QuantizationArgs(
     num_bits=4,

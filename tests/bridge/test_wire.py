@@ -76,7 +76,7 @@ EXAMPLES: list[Message] = [
     _ROWS,
     _ROWS.block,
     Stats(),
-    StatsReply("disk", 1, 2, 3, 4, 5, 6, 7, 8, 9, 10),
+    StatsReply("disk", 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11),
     Trajectory("e", "t", 3, np.array([7, 8]), np.array([2, -1]), TrajectoryState.FINISHED),
     WeightDigests("e", "v1", {"w": "00ff"}),
 ]

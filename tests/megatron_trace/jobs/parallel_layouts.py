@@ -1,0 +1,219 @@
+"""Run guided training steps under every parallel layout, and write what each computed.
+
+Started on two ranks by `megatron_trace.launch`. Every layout trains on the same four micro-batches
+with the same forged records; the first layout is one rank alone, the others must agree with it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from micro_batches import FULL_LAYOUT, pad, random_sequences
+from reference_rollout import HF_CONFIG, SHAPE, make_records, random_weights
+from torch import Tensor
+
+from bridge.fp4 import encode_e4m3
+from bridge.layout import Part, Site
+from megatron_trace import Guidance, GuidedMicroBatch, TraceTrainerConfig, enable_fp4, guide
+from megatron_trace.hf import build_model, load_hf, transformer_config
+from megatron_trace.hf.local_part import LocalPart
+from megatron_trace.hf.mapping import split, unshard
+from megatron_trace.report import Report
+
+LENGTHS = (7, 12, 9, 12, 12, 5, 10, 12)
+PER_MICRO_BATCH = 2
+FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EXPERT = {"expert_model_parallel_size": 2}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "expert": EXPERT,
+    "expert, allgather": EXPERT | ALLGATHER,
+    "tensor": TENSOR,
+    "tensor, allgather": TENSOR | ALLGATHER,
+    "tensor and expert": TENSOR | EXPERT | {"expert_tensor_parallel_size": 1},
+    "pipeline": PIPELINE | FULL_RECOMPUTE,
+    "interleaved pipeline": PIPELINE
+    | FULL_RECOMPUTE
+    # Batched transfers between two ranks that are each other's next and previous stage are told
+    # apart by NCCL's order of posting, which gloo does not have.
+    | {"virtual_pipeline_model_parallel_size": 2, "batch_p2p_comm": False},
+}
+
+
+def forged_records(sequences: list[Tensor]) -> list[Any]:
+    """Records that have nothing to do with the values: a row mixed up would show everywhere."""
+    generator = torch.Generator().manual_seed(9)
+
+    def codes(*shape: int) -> Tensor:
+        return torch.randint(16, shape, generator=generator, dtype=torch.uint8)
+
+    def scales(*shape: int) -> Tensor:
+        return encode_e4m3(0.1 + torch.rand(shape, generator=generator))
+
+    records = []
+    for i, tokens in enumerate(sequences):
+        t, k = len(tokens), SHAPE.top_k
+        forward = torch.zeros(t, FULL_LAYOUT.row_bytes(Part.FORWARD), dtype=torch.uint8)
+        kv = torch.zeros(t, FULL_LAYOUT.row_bytes(Part.KV), dtype=torch.uint8)
+        for layer in range(SHAPE.num_layers):
+            ids = torch.rand(t, SHAPE.num_experts, generator=generator).topk(k)[1]
+            FULL_LAYOUT.write_routes(forward, layer, ids)
+            for site, rows, slots in (
+                (Site.FC1, forward, ()),
+                (Site.FC2, forward, (k,)),
+                (Site.K, kv, ()),
+                (Site.V, kv, ()),
+            ):
+                n = FULL_LAYOUT.width(site)
+                token_scale = torch.ones(t, *slots, 1) if rows is forward else None
+                FULL_LAYOUT.write_site(
+                    rows, site, layer, codes(t, *slots, n), scales(t, *slots, n // 16), token_scale
+                )
+        records.append(make_records(tokens, f"t{i}", FULL_LAYOUT, forward, kv))
+    return records
+
+
+def micro_batches_of_this_rank(count: int) -> Iterator[tuple[list[Tensor], Any]]:
+    """Yield this data-parallel rank's sequences and records, micro-batch by micro-batch."""
+    sequences = random_sequences(*LENGTHS)
+    records = forged_records(sequences)
+    size = parallel_state.get_data_parallel_world_size()
+    rank = parallel_state.get_data_parallel_rank()
+    for i in range(count):
+        first = (i * size + rank) * PER_MICRO_BATCH
+        chosen = slice(first, first + PER_MICRO_BATCH)
+        yield sequences[chosen], records[chosen]
+
+
+def guided_batch(sequences: list[Tensor], records: Any) -> tuple[Any, Any, Tensor]:
+    """Line up one micro-batch; all of a schedule are padded to one shape."""
+    tokens = pad([torch.zeros(max(LENGTHS), dtype=torch.int64), *sequences])[1:]
+    micro_batch = GuidedMicroBatch.from_records(
+        records,
+        tokens,
+        lengths=list(map(len, sequences)),
+        weight_version="1",
+        guidance=Guidance(compare=True),
+    )
+    return sequences, micro_batch, tokens
+
+
+def train_step(models: list[Any], count: int) -> tuple[float, Report]:
+    """Forward and backward of `count` micro-batches; loss and counts summed over ranks."""
+    losses: list[float] = []
+
+    def forward_step(data: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
+        sequences, micro_batch, tokens = next(data)
+        length = tokens.shape[1]
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+        positions = torch.arange(length).expand_as(tokens)
+        known = torch.stack([torch.arange(length) < len(t) - 1 for t in sequences])
+        with guide(micro_batch):
+            labels = torch.roll(tokens, -1, 1)
+            out = model(tokens, positions, future, labels=labels)
+
+        def loss_of(loss_bs: Tensor) -> tuple[Tensor, dict[str, float]]:
+            loss = loss_bs[known].sum()
+            losses.append(loss.item())
+            return loss * count, {}  # the schedule divides by the number of micro-batches
+
+        return out, loss_of
+
+    batches = [guided_batch(*batch) for batch in micro_batches_of_this_rank(count)]
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(batches) for _ in models] if len(models) > 1 else iter(batches),
+        model=models if len(models) > 1 else models[0],
+        num_microbatches=count,
+        seq_length=max(LENGTHS),
+        micro_batch_size=PER_MICRO_BATCH,
+        forward_only=False,
+    )
+    reports = [micro_batch.report(dist.group.WORLD) for _, micro_batch, _ in batches]
+    total = torch.tensor([sum(losses)], dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item(), sum(reports[1:], reports[0])
+
+
+def whole_gradients(model: Any) -> dict[str, Tensor]:
+    """Return this stage's gradients as whole Hugging Face tensors, summed over all data."""
+    part = LocalPart(model)
+    grads: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        source = part.source(name)
+        replicas = (
+            parallel_state.get_data_parallel_group()
+            if source.expert is None
+            else parallel_state.get_expert_data_parallel_group()
+        )
+        grad = parameter.grad.clone()
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(grad, group=parallel_state.get_tensor_model_parallel_group())
+        dist.all_reduce(grad, group=replicas)
+        group = part.tensor_group(source)
+        shards = [torch.empty_like(grad) for _ in range(group.size())]
+        dist.all_gather(shards, grad, group=group)
+        whole = unshard(source, shards)
+        grads |= dict(zip(source.names, split(source, whole, model.config), strict=True))
+    return grads
+
+
+def run_layout(layout: dict[str, Any]) -> tuple[float, Report, dict[str, Tensor]]:
+    sizes = {name: size for name, size in layout.items() if name.endswith("_parallel_size")}
+    parallel_state.initialize_model_parallel(**sizes)
+    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    config = transformer_config(HF_CONFIG, variable_seq_lengths=False, **layout)
+    stages = layout.get("virtual_pipeline_model_parallel_size")
+    models = [
+        build_model(HF_CONFIG, config, vp_stage=stage if stages else None)
+        for stage in range(stages or 1)
+    ]
+    for model in models:
+        load_hf(model, random_weights())
+        model.train()
+    enable_fp4(models, TraceTrainerConfig(weight_dtype=torch.float32))
+    data_ranks = parallel_state.get_data_parallel_world_size()
+    count = len(LENGTHS) // PER_MICRO_BATCH // data_ranks
+    loss, report = train_step(models, count)
+    grads = {}
+    for model in models:
+        grads |= whole_gradients(model)
+    parallel_state.destroy_model_parallel()
+    return loss, report, grads
+
+
+def main(out: Path) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for name, layout in LAYOUTS.items():
+        loss, report, grads = run_layout(layout)
+        counts = {f"{site} {layer}": asdict(c) for (site, layer), c in report.counts.items()}
+        # Every tensor-parallel rank computes the same loss; a pipeline has it on its last stage.
+        copies = layout.get("tensor_model_parallel_size", 1)
+        result = {"loss": loss / copies, "counts": counts}
+        (out / f"{name}.{rank}.json").write_text(json.dumps(result))
+        torch.save(grads, out / f"{name}.{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,59 @@
+"""Every parallel layout overrides the same values as one rank alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import launch
+from torch import Tensor
+
+JOB = Path(__file__).parent / "jobs" / "parallel_layouts.py"
+LAYOUTS = (
+    "expert",
+    "expert, allgather",
+    "tensor",
+    "tensor, allgather",
+    "tensor and expert",
+    "pipeline",
+    "interleaved pipeline",
+)
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("layouts")
+    job = launch("--nproc-per-node", "2", str(JOB), str(out))
+    assert job.returncode == 0, job.stderr[-4000:]
+    return out
+
+
+def counted(out: Path, layout: str) -> dict[str, Any]:
+    return json.loads((out / f"{layout}.0.json").read_text())
+
+
+def gradients(out: Path, layout: str) -> dict[str, Tensor]:
+    """Gradients by Hugging Face name, from both ranks: each holds its experts or its stage."""
+    return torch.load(out / f"{layout}.0.pt") | torch.load(out / f"{layout}.1.pt")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layout_computes_what_one_rank_computes(results: Path, layout: str) -> None:
+    """The records are forged, so a row given to another token would change counts and loss."""
+    alone, ours = counted(results, "one rank"), counted(results, layout)
+    assert len(alone["counts"]) == 5 * 4
+    assert ours["counts"] == alone["counts"]
+    assert ours["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layout_trains_like_one_rank(results: Path, layout: str) -> None:
+    alone, ours = gradients(results, "one rank"), gradients(results, layout)
+    assert ours.keys() == alone.keys()
+    for name, expected in alone.items():
+        assert (ours[name] - expected).abs().max() <= 1e-5 * expected.abs().max(), name

@@ -1,0 +1,42 @@
+import torch
+
+from sglang_trace.versions import WeightVersions
+
+
+def labels_of(versions: WeightVersions, rows: list[int]) -> dict[int, str]:
+    found = {}
+    for label, mask in versions.split(torch.tensor(rows)):
+        found.update({row: label for row, hit in zip(rows, mask.tolist(), strict=True) if hit})
+    return found
+
+
+def test_a_row_belongs_to_the_weights_in_use_when_it_was_numbered() -> None:
+    versions = WeightVersions()
+    versions.enter("v0", 0)
+    versions.enter("v1", 10)
+    assert labels_of(versions, [0, 9, 10, 25]) == {0: "v0", 9: "v0", 10: "v1", 25: "v1"}
+    assert versions.current == "v1"
+
+
+def test_an_update_without_a_new_name_gets_a_label_of_its_own() -> None:
+    versions = WeightVersions()
+    assert [versions.enter("default", row) for row in (0, 5, 9)] == [
+        "default",
+        "default+1",
+        "default+2",
+    ]
+    assert versions.enter("v1", 12) == "v1"
+    assert labels_of(versions, [4, 5, 9, 12]) == {
+        4: "default",
+        5: "default+1",
+        9: "default+2",
+        12: "v1",
+    }
+
+
+def test_weights_that_computed_no_row_leave_no_label_behind() -> None:
+    versions = WeightVersions()
+    versions.enter("v0", 0)
+    versions.enter("v1", 4)
+    versions.enter("v2", 4)
+    assert labels_of(versions, [3, 4]) == {3: "v0", 4: "v2"}
