@@ -10,8 +10,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather
 
-from bridge.digest import digest
-from bridge.fp4 import quantize_weight
 from megatron_trace.hf.local_part import LocalPart
 from megatron_trace.hf.mapping import Source, split, unshard
 
@@ -34,19 +32,6 @@ def export_hf(model: GPTModel, dtype: torch.dtype | None = None) -> Iterator[tup
         for owner, tensor in _by_owner(source, whole, part):
             for hf_name, piece in zip(owner.names, split(owner, tensor, model.config), strict=True):
                 yield hf_name, piece.to(dtype or piece.dtype).contiguous()
-
-
-def weight_digests(model: GPTModel, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
-    """Return the digest of every expert matrix as the rollout quantizes it, by Hugging Face name.
-
-    Compare with `TraceClient.digests(weight_version)` to prove that both sides hold the same FP4
-    weights. `dtype` is the dtype in which the rollout receives them.
-    """
-    return {
-        name: digest(quantize_weight(tensor))
-        for name, tensor in export_hf(model, dtype)
-        if ".mlp.experts." in name
-    }
 
 
 def _gathered(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:

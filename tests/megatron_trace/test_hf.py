@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,11 +123,34 @@ def test_digests_are_those_of_the_rollouts_quantized_weights(
     assert weight_digests(build(params_dtype=torch.bfloat16)) == expected
 
 
+def test_weights_that_differ_from_the_rollouts_are_named(build: Callable[..., Any]) -> None:
+    from megatron_trace.hf import require_equal_weights, weight_digests
+    from megatron_trace.hf.digests import WeightsDiffer
+
+    model = build()
+    told = weight_digests(model)
+    client: Any = SimpleNamespace(digests=lambda version: told if version == "7" else {})
+    require_equal_weights(model, client, "7")
+    with pytest.raises(WeightsDiffer, match=r"96 of 96 expert matrices .* version '8'"):
+        require_equal_weights(model, client, "8")
+    with torch.no_grad():
+        model.decoder.layers[2].mlp.experts.local_experts[4].linear_fc2.weight[0, 0] += 1
+    with pytest.raises(WeightsDiffer, match=r"1 of 96 .*model.layers.2.mlp.experts.4.down_proj"):
+        require_equal_weights(model, client, "7")
+
+
 def test_the_forward_computes_with_the_weights_that_the_digests_name(
     build_fp4: Callable[..., Any], weights: Weights
 ) -> None:
-    expert = build_fp4().decoder.layers[1].mlp.experts.local_experts[5]
+    from megatron_trace.hf import load_hf
+
+    model = build_fp4()
     prefix = "model.layers.1.mlp.experts.5."
+    # So small that its block scales would vanish under the tensor scale of the up projection.
+    tiny = 2.0**-16 * weights[f"{prefix}gate_proj.weight"]
+    weights = weights | {f"{prefix}gate_proj.weight": tiny}
+    load_hf(model, weights)
+    expert = model.decoder.layers[1].mlp.experts.local_experts[5]
     gate, up, down = (
         quantize_weight(weights[f"{prefix}{name}_proj.weight"]).dequantize()
         for name in ("gate", "up", "down")

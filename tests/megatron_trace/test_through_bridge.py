@@ -1,0 +1,111 @@
+"""Records that went through a real bridge guide the model as the rollout's own do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from reference_rollout import Weights
+from torch import Tensor
+
+from bridge import embedded
+from bridge.client import TraceClient
+from bridge.errors import UnknownTrajectory, WeightVersionMismatch
+from bridge.layout import Part, Site
+from bridge.producer import RecordProducer
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+PROMPT_TOKENS = 6
+KV_SCALES = {1: (0.5, 0.25)}
+
+
+@pytest.fixture(scope="module")
+def lib(one_rank: None) -> Any:
+    import micro_batches
+
+    return micro_batches
+
+
+@pytest.fixture(scope="module")
+def sequences(lib: Any) -> list[Tensor]:
+    """Two answers to one prompt."""
+    prompt, first, second = lib.random_sequences(PROMPT_TOKENS, 7, 4)
+    return [torch.cat((prompt, first)), torch.cat((prompt, second))]
+
+
+@pytest.fixture(scope="module")
+def direct(lib: Any, weights: Weights, sequences: list[Tensor]) -> list[Any]:
+    return lib.roll_out(weights, sequences, noise=0.0)[0]
+
+
+@pytest.fixture(scope="module")
+def client(direct: list[Any], sequences: list[Tensor]) -> Iterator[TraceClient]:
+    """A bridge that holds both trajectories; the second one refers to the first one's prompt."""
+    bridge = embedded.start()
+    with RecordProducer(bridge.endpoint) as producer, TraceClient(bridge.endpoint) as asking:
+        producer.hello("engine", direct[0].layout, KV_SCALES)
+        first_row = 0
+        for i, (record, tokens) in enumerate(zip(direct, sequences, strict=True)):
+            new = slice(0 if i == 0 else PROMPT_TOKENS, len(tokens) - 1)
+            rows = torch.arange(new.stop - new.start) + first_row
+            producer.send_rows(Part.FORWARD, rows, record.forward[new], "4")
+            producer.send_rows(Part.KV, rows, record.kv[new], "4")
+            shared = torch.arange(new.start)
+            all_rows = torch.cat((shared, rows, torch.tensor([-1])))
+            producer.send_trajectory(f"t{i}", 0, tokens, all_rows, "finished")
+            first_row += len(rows)
+        producer.flush()
+        yield asking
+    bridge.stop()
+
+
+def test_fetched_records_guide_like_the_rollouts_own(
+    lib: Any,
+    client: TraceClient,
+    build_fp4: Callable[..., Any],
+    sequences: list[Tensor],
+    direct: list[Any],
+) -> None:
+    from megatron_trace import fetch_records
+
+    fetched = fetch_records(client, ["t0", "t1"])
+    through = lib.packed(fetched, sequences, version="4")
+    own = lib.packed(direct, sequences)
+    for part in Part:
+        assert torch.equal(through.rows.of(part), own.rows.of(part))
+        assert torch.equal(through.rows.state_of(part), own.rows.state_of(part))
+    assert through.kv_global_scale(Site.V, 1).item() == 0.25
+    lib.packed_logits(build_fp4(), sequences, through)
+    assert through.report().total().missing == 0
+
+
+def test_only_the_chosen_layers_and_sites_travel(client: TraceClient) -> None:
+    from megatron_trace import Guidance, fetch_records
+
+    guidance = Guidance(layers=(2, 3), sites=(Site.FC2,))
+    (record,) = fetch_records(client, ["t0"], guidance)
+    assert record is not None
+    assert record.layout.layers == (2, 3)
+    assert record.layout.sites == (Site.FC2, Site.ROUTES)
+    assert record.kv.shape[1] == 0
+
+
+def test_an_unknown_trajectory_and_another_weight_version_are_refused_or_counted(
+    lib: Any, client: TraceClient, build_fp4: Callable[..., Any], sequences: list[Tensor]
+) -> None:
+    from megatron_trace import Guidance, fetch_records
+
+    with pytest.raises(UnknownTrajectory):
+        fetch_records(client, ["t0", "lost"])
+    with pytest.raises(WeightVersionMismatch, match=r"'4'.*'5'"):
+        lib.packed(fetch_records(client, ["t0", "t1"]), sequences, version="5")
+
+    lenient = Guidance(on_missing="round_to_nearest")
+    records = fetch_records(client, ["t0", "lost"], lenient)
+    micro_batch = lib.packed(records, sequences, version="4", on_missing="round_to_nearest")
+    lib.packed_logits(build_fp4(), sequences, micro_batch)
+    count = micro_batch.report().total([Site.K])
+    assert count.missing == count.guided * len(sequences[1]) / (len(sequences[0]) - 1)
