@@ -31,9 +31,7 @@ def variants(num_layers: int) -> dict[str, Guidance]:
         "rtn_own_routing": Guidance(sites=(), compare=True),
         "rtn": Guidance(sites=(Site.ROUTES,), compare=True),
         "guided_1bit_deeper_half": Guidance(bits=1, layers=half, sites=PAPER_SITES, compare=True),
-        "guided_1bit_deeper_half_fc2": Guidance(
-            bits=1, layers=half, sites=ALL_SITES, compare=True
-        ),
+        "guided_1bit_deeper_half_fc2": Guidance(bits=1, layers=half, sites=ALL_SITES, compare=True),
         "guided_1bit_all_layers": Guidance(bits=1, sites=PAPER_SITES, compare=True),
         "guided_1bit_all_layers_fc2": Guidance(bits=1, sites=ALL_SITES, compare=True),
         "guided_full_code": Guidance(bits=4, sites=ALL_SITES, compare=True),
@@ -89,4 +87,3 @@ def _agreement(report: Report, guidance: Guidance, num_layers: int) -> dict[str,
         "missing": total.missing,
         "by_site": by_site,
     }
-

@@ -26,7 +26,7 @@ def clipped_loss(
     sampled_T: Tensor,
     clip: float = 0.2,
 ) -> Tensor:
-    """Sum over the sampled tokens of the clipped policy-gradient loss; divide by the token count."""
+    """Sum of the clipped policy-gradient loss over the sampled tokens of this pack."""
     ratio_T = (logprobs_T - rollout_logprobs_T).exp()
     clipped_T = ratio_T.clamp(1 - clip, 1 + clip)
     loss_T = -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)

@@ -72,9 +72,9 @@ def _serving(job: Job, stages: Stages, what: str, name: str, flags: list[str]) -
         server.stop()
 
 
-def _generate(job: Job, stages: Stages, server: Server, step: int) -> list[Sample]:
+def _generate(job: Job, stages: Stages, server: Server, what: str, step: int = 0) -> list[Sample]:
     count = job.prompts * job.samples
-    with stages.stage(f"generate {count} samples and a conversation, step {step}"):
+    with stages.stage(f"generate {count} samples and a conversation: {what}"):
         samples = rollout.generate_groups(
             server, step, job.prompts, job.samples, job.new_tokens, job.seed
         )
@@ -102,7 +102,7 @@ def _train(
 def _main_job(job: Job, stages: Stages) -> dict[str, Any]:
     """Default capture, guided GRPO step, weights back to the running server, generate again."""
     with _serving(job, stages, "FP4, default capture", "main", CAPTURE) as server:
-        first = _generate(job, stages, server, 0)
+        first = _generate(job, stages, server, "first weights")
         step = _train(
             job,
             stages,
@@ -115,7 +115,7 @@ def _main_job(job: Job, stages: Stages) -> dict[str, Any]:
         )
         with stages.stage("send the new weights to the running server"):
             server.update_weights(job.updated_model, "1")
-        second = _generate(job, stages, server, 1)
+        second = _generate(job, stages, server, "updated weights", step=1)
         after = _train(
             job,
             stages,
@@ -131,10 +131,10 @@ def _main_job(job: Job, stages: Stages) -> dict[str, Any]:
 def _comparison(job: Job, stages: Stages) -> dict[str, Any]:
     """The same checkpoint in BF16, and with every code word captured, under each way to round."""
     with _serving(job, stages, "BF16, no capture", "bf16", []) as server:
-        bf16 = _generate(job, stages, server, 0)
+        bf16 = _generate(job, stages, server, "BF16")
     rollout.save(bf16, job.out / "rollout-bf16.json")
     with _serving(job, stages, "FP4, full code words", "full", FULL_CAPTURE) as server:
-        full = _generate(job, stages, server, 0)
+        full = _generate(job, stages, server, "full code words")
         compared = _train(
             job,
             stages,

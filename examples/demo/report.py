@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from rich.console import Console
 from rich.table import Table
 
@@ -22,9 +23,14 @@ NAMES = {
     "guided_1bit_deeper_half_fc2": "guided, 1 bit, deeper half, with fc2",
     "guided_1bit_all_layers": "guided, 1 bit, all layers",
     "guided_1bit_all_layers_fc2": "guided, 1 bit, all layers, with fc2",
-    "guided_full_code": "guided, full code words, all layers, with fc2",
+    "guided_full_code": "guided, full code, all layers, with fc2",
 }
 MARKERS = {"fc1": "o", "fc2": "s", "k": "^", "v": "v"}
+COLORS = {
+    "rtn": "tab:gray",
+    "guided_1bit_deeper_half_fc2": "tab:olive",
+    "guided_1bit_all_layers_fc2": "tab:green",
+}
 
 
 def write(result: dict[str, Any], out: Path) -> None:
@@ -42,8 +48,8 @@ def show(result: dict[str, Any], console: Console) -> None:
 def _gap_table(result: dict[str, Any]) -> Table:
     table = Table(title="|log-prob gap| between rollout and trainer, nats a sampled token")
     table.add_column("trainer's rounding")
-    for column in ("mean", "99 %", "max", "code words as in the rollout"):
-        table.add_column(column, justify="right")
+    for column in ("mean", "99 %", "max", "same codes"):
+        table.add_column(column, justify="right", no_wrap=True)
     for key, gap in result["logprob_gap"].items():
         used = result["agreement"].get(key, {}).get("used")
         share = "" if used is None else f"{used:.3%}"
@@ -60,8 +66,9 @@ def _facts_table(result: dict[str, Any]) -> Table:
         "trajectories, tokens": f"{rollout['trajectories']}, {rollout['tokens']}",
         "of them from the prefix cache": str(rollout["cached_tokens"]),
         "records missing": str(records["missing"] + result["records_after_update"]["missing"]),
-        "bytes a token, measured / formula": (
-            f"{records['bytes_per_token']:.1f} / {records['bytes_per_token_formula']}"
+        "bytes a token: record / formula / with the store's own": (
+            f"{records['bytes_per_token']} / {records['bytes_per_token_formula']} / "
+            f"{records['stored_bytes_per_token']:.0f}"
         ),
         "code words as in the rollout, guided 1 bit": f"{code['guided']:.4%}",
         "the same, round to nearest": f"{code['rtn']:.4%}",
@@ -101,18 +108,23 @@ def _draw_gaps(axes: Axes, result: dict[str, Any]) -> None:
 
 
 def _draw_agreement(axes: Axes, result: dict[str, Any]) -> None:
-    for key, color in (("rtn", "tab:gray"), ("guided_1bit_all_layers_fc2", "tab:green")):
+    for key, color in COLORS.items():
         for site, layers in result["agreement"][key]["by_site"].items():
             axes.plot(
                 [entry["layer"] for entry in layers],
                 [1 - entry["agree_used"] / entry["compared"] for entry in layers],
                 color=color,
                 marker=MARKERS[site],
-                label=f"{NAMES[key]}: {site}",
+                markersize=5,
             )
     axes.set_yscale("symlog", linthresh=1e-5)
     axes.set_ylim(bottom=0)
     axes.set_xticks(range(len(layers)))
     axes.set_xlabel("layer")
     axes.set_ylabel("share of code words unlike the rollout's")
-    axes.legend(fontsize=7)
+    lines = [Line2D([], [], color=color, label=NAMES[key]) for key, color in COLORS.items()]
+    sites = [
+        Line2D([], [], color="black", linestyle="", marker=marker, label=site)
+        for site, marker in MARKERS.items()
+    ]
+    axes.legend(handles=[*lines, *sites], fontsize=8)

@@ -79,7 +79,7 @@ def _sample(trajectory: str, group: int, turns: list[dict[str, Any]], version: s
 def generate_groups(
     server: Server, step: int, count: int, samples: int, new_tokens: int, seed: int
 ) -> list[Sample]:
-    """`count` prompts x `samples` each, as ONE request, so that the schedule is the same every time."""
+    """`count` prompts x `samples` each, as one request: the schedule is the same every time."""
     texts = [p for p in prompts(count, seed) for _ in range(samples)]
     rids = [f"step{step}/prompt{i:02d}/{j}" for i in range(count) for j in range(samples)]
     replies = _generate(server, texts, rids, new_tokens)

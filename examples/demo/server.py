@@ -79,7 +79,7 @@ class Server:
         raise ServerFailed(f"no answer within {START_TIMEOUT_S} s:\n{self.log_tail()}")
 
     def stop(self) -> None:
-        """Ends the server: SIGTERM to the launcher, SIGKILL to its whole process group when that is not enough."""
+        """Ends the server: SIGTERM to the launcher, then SIGKILL to all its processes."""
         if self.process is None or self.process.poll() is not None:
             return
         self.process.send_signal(signal.SIGTERM)

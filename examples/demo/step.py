@@ -94,19 +94,24 @@ def compare_weights(model: GPTModel, client: TraceClient, version: str) -> dict[
 
 
 def describe_records(client: TraceClient, samples: list[Sample], report: Report) -> dict[str, Any]:
-    """Missing records, and the bridge's bytes a computed token against the layout's formula."""
-    records = [client.fetch(s.trajectory) for s in samples]
-    absent = sum(int((~r.forward_valid).sum()) + int((~r.kv_valid).sum()) for r in records)
-    stats = client.stats()
+    """What the bridge holds of these trajectories, and its bytes against the layout's formula.
+
+    `bytes_per_token` are the record's own; `stored_bytes_per_token` has row numbers, checksums and
+    the store's bookkeeping as well.
+    """
+    names = {s.trajectory for s in samples}
+    held = [t for t in client.list_trajectories() if t.trajectory in names]
+    record, stats = client.fetch(samples[0].trajectory), client.stats()
     return {
-        "trajectories": len(records),
-        "positions": sum(len(r) for r in records),
+        "trajectories": len(held),
+        "positions": sum(t.rows for t in held),
         "rows": stats.forward_rows,
-        "missing": absent + report.total().missing,
+        "missing": sum(t.missing_forward + t.missing_kv for t in held) + report.total().missing,
         "guided_values": report.total().guided,
-        "bytes_per_token": stats.used_bytes / stats.forward_rows,
-        "bytes_per_token_formula": records[0].layout.bytes_per_token(),
-        "layout": records[0].layout.to_dict(),
+        "bytes_per_token": record.forward.shape[1] + record.kv.shape[1],
+        "bytes_per_token_formula": record.layout.bytes_per_token(),
+        "stored_bytes_per_token": stats.used_bytes / stats.forward_rows,
+        "layout": record.layout.to_dict(),
     }
 
 

@@ -18,7 +18,8 @@ def summarize(job: Job, main: dict[str, Any], comparison: dict[str, Any]) -> dic
     """The report of a run; everything but its `seconds` is the same for the same seed."""
     step, after, compared = main["step"], main["after"], comparison["compared"]
     return {
-        "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in PACKAGES},
         "job": {
             "seed": job.seed,
             "prompts": job.prompts,
