@@ -7,12 +7,9 @@ cache, a second copy of Megatron on the path or another package's monkeypatch is
 from __future__ import annotations
 
 import importlib
-import inspect
-from collections.abc import Iterator
-from types import CodeType
-from typing import Any
 
 from bridge.errors import TraceError
+from patches.live import code_of, names_in
 
 HOOKED = (
     ("megatron.core.transformer.moe.moe_layer", "MoELayer.preprocess", ("expert_input",)),
@@ -57,26 +54,11 @@ def require_live_hooks() -> None:
     """
     for module_name, path, hooks in HOOKED:
         module = importlib.import_module(module_name)
-        function = inspect.unwrap(_resolve(module, path))
-        called = set(_names(function.__code__))
+        code = code_of(module, path)
+        called = set() if code is None else names_in(code)
         for hook in hooks:
             if hook not in called:
                 raise UnpatchedMegatron(
                     f"{path} of {module.__file__} does not call {DOOR}.{hook}: "
                     "run `python -m patches apply megatron-core` in this environment."
                 )
-
-
-def _resolve(module: Any, path: str) -> Any:
-    target = module
-    for name in path.split("."):
-        target = getattr(target, name)
-    return target
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield every attribute and global name that a function and its inner functions use."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)

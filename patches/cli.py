@@ -1,4 +1,4 @@
-"""The commands ``apply``, ``revert``, ``status``, ``verify`` and ``export``."""
+"""The command line: the user's commands here, the maintainer's in ``maintain.py``."""
 
 import json
 from dataclasses import asdict
@@ -9,24 +9,27 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from patches import edit
+from patches import edit, maintain
 from patches.config import Target, load_targets, select_target
+from patches.doctor import diagnose, in_words
 from patches.errors import NotInstalledError, PatchError
-from patches.export import export_series
-from patches.report import Report, report
-from patches.state import State
+from patches.report import Report, count_lines, report
+from patches.state import State, Where
+from patches.tree import Checkout
 
 app = typer.Typer(
-    help="Patch the installed SGLang and Megatron-core in place, reversibly, and check them.",
+    help="Patch SGLang and Megatron-core in place, reversibly, and check them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(maintain.export)
+app.command()(maintain.rebase)
 _errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
 
 Names = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[TARGET]...", help="Default: every target that is installed."),
+    typer.Argument(metavar="[TARGET]...", help="Default: every target that is there."),
 ]
 Site = Annotated[
     Path | None,
@@ -38,25 +41,51 @@ Site = Annotated[
         help="Another site-packages directory than this interpreter's.",
     ),
 ]
+Tree = Annotated[
+    Path | None,
+    typer.Option(
+        "--tree",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+        resolve_path=True,
+        help="A git checkout or unpacked sources instead of an installed package.",
+    ),
+]
+Version = Annotated[
+    str | None,
+    typer.Option("--version", help="With --tree, where its files do not say their version."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 @app.command()
-def apply(names: Names = None, site: Site = None) -> None:
-    """Apply the series for the installed version; a second time changes nothing."""
-    _edit_each(names, site, edit.apply, "patched", "is patched already")
+def apply(
+    names: Names = None, site: Site = None, tree: Tree = None, version: Version = None
+) -> None:
+    """Apply the series for the version that is there; a second time changes nothing."""
+    _edit_each(names, _where(site, tree, version), edit.apply, "patched", "is patched already")
 
 
 @app.command()
-def revert(names: Names = None, site: Site = None) -> None:
+def revert(
+    names: Names = None, site: Site = None, tree: Tree = None, version: Version = None
+) -> None:
     """Restore the released files byte for byte, also after an interrupted apply."""
-    _edit_each(names, site, edit.revert, "reverted", "has nothing to revert")
+    _edit_each(names, _where(site, tree, version), edit.revert, "reverted", "has nothing to revert")
 
 
 @app.command()
-def status(names: Names = None, site: Site = None, as_json: Json = False) -> None:
+def status(
+    names: Names = None,
+    site: Site = None,
+    tree: Tree = None,
+    version: Version = None,
+    as_json: Json = False,
+) -> None:
     """Show what is installed, what is patched and what is in the way."""
-    reports = [report(target, site) for target in _selected(names)]
+    where = _where(site, tree, version)
+    reports = [report(target, where) for target in _selected(names)]
     if as_json:
         typer.echo(json.dumps([asdict(each) for each in reports], indent=2))
         return
@@ -69,11 +98,16 @@ def status(names: Names = None, site: Site = None, as_json: Json = False) -> Non
 
 
 @app.command()
-def verify(names: Names = None, site: Site = None, as_json: Json = False) -> None:
+def verify(
+    names: Names = None,
+    site: Site = None,
+    tree: Tree = None,
+    version: Version = None,
+    as_json: Json = False,
+) -> None:
     """Exit with 0 only if every target is fully patched with the current series."""
-    reports = [report(target, site) for target in _selected(names)]
-    if not names and any(each.state != State.NOT_INSTALLED for each in reports):
-        reports = [each for each in reports if each.state != State.NOT_INSTALLED]
+    where = _where(site, tree, version)
+    reports = [report(target, where) for target in _present(names, where)]
     if as_json:
         typer.echo(json.dumps([asdict(each) for each in reports], indent=2))
     for each in reports:
@@ -86,19 +120,23 @@ def verify(names: Names = None, site: Site = None, as_json: Json = False) -> Non
 
 
 @app.command()
-def export(
-    name: Annotated[str, typer.Argument(metavar="TARGET")],
-    version: Annotated[str, typer.Argument(metavar="VERSION")],
-    tree: Annotated[Path, typer.Option("--tree", help="Git tree with one commit a patch.")],
-    base: Annotated[str, typer.Option("--base", help="Commit with the released files.")],
+def doctor(
+    names: Names = None,
+    site: Site = None,
+    tree: Tree = None,
+    version: Version = None,
+    as_json: Json = False,
 ) -> None:
-    """Write the commits after BASE as the series of TARGET for VERSION (for maintainers)."""
-    try:
-        series = export_series(select_target(name), version, tree, base)
-    except PatchError as error:
-        _errors.print(f"error: {error}")
-        raise typer.Exit(1) from None
-    typer.echo(f"{name} {version}: {len(series.patches)} patches, {_lines(series.edited_lines())}")
+    """Import what is patched and check every hook; exit with 0 only if all of them are live."""
+    where = _where(site, tree, version)
+    found = [diagnose(target, where) for target in _present(names, where)]
+    if as_json:
+        typer.echo(json.dumps([each.as_dict() for each in found], indent=2))
+    else:
+        for each in found:
+            typer.echo("\n".join(in_words(each)))
+    if not all(each.healthy for each in found):
+        raise typer.Exit(1)
 
 
 def _selected(names: list[str] | None) -> list[Target]:
@@ -109,8 +147,24 @@ def _selected(names: list[str] | None) -> list[Target]:
         raise typer.Exit(1) from None
 
 
+def _present(names: list[str] | None, where: Where) -> list[Target]:
+    """The targets that were named; without a name those that are there, or all if none is."""
+    targets = _selected(names)
+    there = [each for each in targets if report(each, where).state != State.NOT_INSTALLED]
+    return targets if names else there or targets
+
+
+def _where(site: Path | None, tree: Path | None, version: str | None) -> Where:
+    if tree is None and version is None:
+        return site
+    if tree is None or site is not None:
+        _errors.print("error: give --site, or --tree with or without --version.")
+        raise typer.Exit(1)
+    return Checkout(tree, version)
+
+
 def _edit_each(
-    names: list[str] | None, site: Path | None, change: edit.Change, done: str, idle: str
+    names: list[str] | None, where: Where, change: edit.Change, done: str, idle: str
 ) -> None:
     """Change every target, then exit with 1 if one failed.
 
@@ -121,7 +175,7 @@ def _edit_each(
     absences: list[PatchError] = []
     for target in targets:
         try:
-            changed = change(target, site)
+            changed = change(target, where)
             typer.echo(f"{target.name} {done}" if changed else f"{target.name} {idle}")
         except NotInstalledError as error:
             absences.append(error)
@@ -140,9 +194,5 @@ def _table(reports: list[Report]) -> Table:
     for each in reports:
         patches = str(each.patches) if each.series else "-"
         row = (each.target, each.installed or "-", each.series or "none", each.state, patches)
-        table.add_row(*row, _lines(each.edited_lines))
+        table.add_row(*row, count_lines(each.edited_lines))
     return table
-
-
-def _lines(edited: dict[str, int]) -> str:
-    return ", ".join(f"{count} {group}" for group, count in sorted(edited.items())) or "-"

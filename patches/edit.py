@@ -1,4 +1,4 @@
-"""Apply and revert: the only code that writes into an installed package.
+"""Apply and revert: the only code that writes into an upstream package.
 
 A file is replaced as a whole by ``os.replace``, after the journal with its pristine content is on
 disk, so at any moment every file is either pristine or patched and the journal can tell which.
@@ -13,26 +13,26 @@ from pathlib import Path
 
 from patches.config import Target
 from patches.errors import PatchError, file_errors_explained
-from patches.installed import Installed, sha256
 from patches.journal import FileHashes, Journal, Manifest, sync_directory, write_durably
 from patches.series import Series
-from patches.state import Inspection, State, inspect, require_installed, series_for
+from patches.state import Inspection, State, Where, inspect, require_upstream, series_for
+from patches.upstream import Upstream
 
 LOCK_PATIENCE_S = 30.0
 
-Change = Callable[[Target, Path | None], bool]
+Change = Callable[[Target, Where], bool]
 
 
-def apply(target: Target, site: Path | None = None) -> bool:
-    """Patch the installed target. True if files changed, False if they were patched already.
+def apply(target: Target, where: Where = None) -> bool:
+    """Patch the target where it lies. True if files changed, False if they were patched already.
 
     An interrupted run and an older series are undone first. PatchError, with nothing changed, on
     any other version, on foreign edits, and on a series that does not apply.
     """
-    installed = require_installed(target, site)
-    with _sole_editor(target, installed):
-        series = series_for(target, installed)
-        found = inspect(target, installed, series)
+    upstream = require_upstream(target, where)
+    with _sole_editor(target, upstream):
+        series = series_for(target, upstream)
+        found = inspect(target, upstream, series)
         if found.state is State.PATCHED:
             return False
         if series is None or found.state is State.FOREIGN:
@@ -44,14 +44,14 @@ def apply(target: Target, site: Path | None = None) -> bool:
         return True
 
 
-def revert(target: Target, site: Path | None = None) -> bool:
+def revert(target: Target, where: Where = None) -> bool:
     """Restore the released bytes. True if files changed, False if there was nothing to restore.
 
     Needs no series, only the journal. PatchError, with nothing changed, on foreign edits.
     """
-    installed = require_installed(target, site)
-    with _sole_editor(target, installed):
-        found = inspect(target, installed, series=None)
+    upstream = require_upstream(target, where)
+    with _sole_editor(target, upstream):
+        found = inspect(target, upstream, series=None)
         if found.state is State.FOREIGN:
             raise PatchError(found.remedy())
         _restore(found)
@@ -59,13 +59,13 @@ def revert(target: Target, site: Path | None = None) -> bool:
 
 
 @contextmanager
-def _sole_editor(target: Target, installed: Installed) -> Iterator[None]:
-    """Hold a lock on the target's RECORD, which exists anyway.
+def _sole_editor(target: Target, upstream: Upstream) -> Iterator[None]:
+    """Hold a lock on a file of the release, which exists anyway.
 
-    RECORD is opened for writing, though never written, because NFS locks need it.
+    It is opened for writing, though never written, because NFS locks need it.
     """
-    with file_errors_explained(), installed.record.open("r+b") as record:
-        _lock(record.fileno(), target)
+    with file_errors_explained(), upstream.lock.open("r+b") as file:
+        _lock(file.fileno(), target)
         yield
 
 
@@ -89,20 +89,21 @@ def _patch(
     pristine: Mapping[str, bytes | None],
     patched: Mapping[str, bytes],
 ) -> None:
-    hashes = {p: FileHashes(found.released[p], sha256(c)) for p, c in patched.items()}
+    upstream, digest = found.upstream, found.upstream.digest
+    hashes = {p: FileHashes(found.released[p], digest(c)) for p, c in patched.items()}
     try:
-        found.journal.save(Manifest(series.digest, hashes), pristine)
+        found.journal.save(Manifest(series.digest, hashes, upstream.version), pristine)
         for path, content in patched.items():
-            _replace(found.installed.site / path, content, found.journal)
+            _replace(upstream.site / path, content, found.journal)
     except BaseException:
         # Not only errors: Ctrl-C must leave the package as it was, too.
-        _restore(inspect(found.target, found.installed, series))
+        _restore(inspect(found.target, upstream, series))
         raise
 
 
 def _restore(found: Inspection) -> None:
     """Bring every patched file back and drop the journal; harmless if there is nothing to do."""
-    site, journal = found.installed.site, found.journal
+    site, journal = found.upstream.site, found.journal
     # Every saved file is read before the first one is put back: a damaged one changes nothing.
     for path, content in found.pristine_content(found.patched).items():
         if content is not None:

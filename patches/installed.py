@@ -2,7 +2,6 @@
 
 import base64
 import csv
-import hashlib
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,23 +10,44 @@ from pathlib import Path
 
 from patches.config import Target
 from patches.errors import PatchError
-
-
-def sha256(content: bytes) -> str:
-    """SHA-256 in hexadecimal."""
-    return hashlib.sha256(content).hexdigest()
+from patches.hashes import sha256
+from patches.journal import Manifest
+from patches.series import Series
+from patches.upstream import read_or_none
 
 
 @dataclass(frozen=True)
 class Installed:
     """A distribution in a site-packages directory. ``record`` is its RECORD file."""
 
+    distribution: str
     version: str
     site: Path
     record: Path
+    options: str = ""
 
-    def released_hashes(self, paths: Iterable[str]) -> dict[str, str | None]:
-        """SHA-256 (hex) that the release has for each path; None for a file it does not have."""
+    @property
+    def lock(self) -> Path:
+        """RECORD: it exists anyway and pip alone changes it."""
+        return self.record
+
+    @property
+    def described(self) -> str:
+        """What is installed."""
+        return f"{self.distribution} {self.version} is installed"
+
+    def digest(self, content: bytes) -> str:
+        """SHA-256 (hex), as in RECORD."""
+        return sha256(content)
+
+    def current(self, path: str) -> bytes | None:
+        """Content of ``path`` now, None if there is no such file."""
+        return read_or_none(self.site / path)
+
+    def released_hashes(
+        self, paths: Iterable[str], series: Series | None, manifest: Manifest | None
+    ) -> dict[str, str | None]:
+        """SHA-256 (hex) that RECORD has for each path; RECORD knows all, so nothing else counts."""
         hashes: dict[str, str | None] = dict.fromkeys(paths)
         with self.record.open(encoding="utf-8", newline="") as lines:
             for path, digest, _size in csv.reader(lines):
@@ -35,18 +55,22 @@ class Installed:
                     hashes[path] = self._hex(path, digest)
         return hashes
 
+    def way_back(self, path: str) -> str:
+        """Reinstall: pip overwrites neither an edited nor a stray file of the same version."""
+        return (
+            f"remove it, and run `pip install --force-reinstall --no-deps "
+            f"{self.distribution}=={self.version}`"
+        )
+
+    def way_to(self, version: str) -> str:
+        """Install that version."""
+        return f"run `pip install {self.distribution}=={version}`"
+
     def _hex(self, path: str, digest: str) -> str:
         algorithm, _, value = digest.partition("=")
         if algorithm != "sha256":
             raise PatchError(f"{self.record} has no sha256 for {path}: reinstall it from a wheel.")
         return base64.urlsafe_b64decode(value + "=" * (-len(value) % 4)).hex()
-
-    def current(self, path: str) -> bytes | None:
-        """Content of ``path`` now, None if there is no such file."""
-        try:
-            return (self.site / path).read_bytes()
-        except FileNotFoundError:
-            return None
 
 
 def find_installed(target: Target, site: Path | None = None) -> Installed | None:
@@ -65,6 +89,7 @@ def find_installed(target: Target, site: Path | None = None) -> Installed | None
     if not record.is_file():
         raise PatchError(
             f"{target.distribution} {found.version} in {root} was not installed from a wheel "
-            f"(it has no RECORD): run `pip install {target.distribution}=={found.version}`."
+            f"(it has no RECORD): run `pip install {target.distribution}=={found.version}`, or "
+            "name the source tree with --tree."
         )
-    return Installed(found.version, root, record)
+    return Installed(target.distribution, found.version, root, record)

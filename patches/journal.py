@@ -1,7 +1,8 @@
 """What the tool keeps beside the packages while a target is patched.
 
 ``<site-packages>/.sglang-trace-patches-<target>/`` holds ``manifest.json`` and the pristine files,
-named by their SHA-256. The manifest is complete and on disk before the first file of the package
+named by their hashes: SHA-256 beside an installed package, git's name of the blob in a source tree.
+The manifest is complete and on disk before the first file of the package
 changes and is removed after the last one is restored. It holds no progress mark: the hashes of the
 files say how far an interrupted run has come.
 """
@@ -9,18 +10,17 @@ files say how far an interrupted run has come.
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from patches.errors import PatchError
-from patches.installed import sha256
 
 
 @dataclass(frozen=True)
 class FileHashes:
-    """SHA-256 (hex) of one file; ``pristine`` is None for a file that the series adds."""
+    """Hashes (hex) of one file; ``pristine`` is None for a file that the series adds."""
 
     pristine: str | None
     patched: str
@@ -28,17 +28,23 @@ class FileHashes:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The digest of an applied series and the hashes of every file that it changes."""
+    """The digest of an applied series and the hashes of every file that it changes.
+
+    ``version`` is the release that they belong to. A source tree needs it; beside an installed
+    package it may be empty, because RECORD always says what its own release has.
+    """
 
     series: str
     files: dict[str, FileHashes]
+    version: str
 
 
 @dataclass(frozen=True)
 class Journal:
-    """The directory that makes an apply reversible."""
+    """The directory that makes an apply reversible; ``digest`` names the contents in it."""
 
     directory: Path
+    digest: Callable[[bytes], str]
 
     @property
     def staged(self) -> Path:
@@ -50,7 +56,7 @@ class Journal:
         try:
             raw = json.loads((self.directory / "manifest.json").read_bytes())
             files = {path: FileHashes(**hashes) for path, hashes in raw["files"].items()}
-            return Manifest(raw["series"], files)
+            return Manifest(raw["series"], files, raw.get("version", ""))
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -62,17 +68,19 @@ class Journal:
     def save(self, manifest: Manifest, pristine: Mapping[str, bytes | None]) -> None:
         """Put the pristine contents and then the manifest on disk."""
         self.directory.mkdir(exist_ok=True)
+        # In a git checkout: `git clean` and `git stash` shall not take away what revert needs.
+        self._write(".gitignore", b"*\n")
         for content in pristine.values():
             if content is not None:
-                self._write(sha256(content), content)
+                self._write(self.digest(content), content)
         self._write("manifest.json", json.dumps(asdict(manifest), indent=1).encode())
         sync_directory(self.directory.parent)
 
     def pristine(self, digest: str) -> bytes:
-        """Return the saved content with this SHA-256; PatchError if it is damaged."""
+        """Return the saved content with this hash; PatchError if it is damaged."""
         with suppress(FileNotFoundError):
             content = (self.directory / digest).read_bytes()
-            if sha256(content) == digest:
+            if self.digest(content) == digest:
                 return content
         raise PatchError(
             f"the saved pristine file {self.directory / digest} is damaged: "

@@ -1,11 +1,10 @@
 """What ``status`` and ``verify`` say about a target, as data."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from patches.config import Target
 from patches.errors import NotInstalledError, PatchError, file_errors_explained
-from patches.state import State, inspect, require_installed, series_for
+from patches.state import State, Where, inspect, require_upstream, series_for
 
 
 @dataclass(frozen=True)
@@ -29,30 +28,35 @@ class Report:
     faults: dict[str, str] = field(default_factory=dict)
 
 
-def report(target: Target, site: Path | None = None) -> Report:
-    """Look at a target and report; never raises for what is wrong with the installation."""
+def report(target: Target, where: Where = None) -> Report:
+    """Look at a target and report; never raises for what is wrong with its files."""
     try:
         with file_errors_explained():
-            return _report_installed(target, site)
+            return _report_found(target, where)
     except NotInstalledError as error:
         return Report(target.name, State.NOT_INSTALLED, str(error))
     except PatchError as error:
         return Report(target.name, "unreadable", str(error))
 
 
-def _report_installed(target: Target, site: Path | None) -> Report:
-    installed = require_installed(target, site)
-    series = series_for(target, installed)
-    found = inspect(target, installed, series)
+def _report_found(target: Target, where: Where) -> Report:
+    upstream = require_upstream(target, where)
+    series = series_for(target, upstream)
+    found = inspect(target, upstream, series)
     return Report(
         target=target.name,
         state=found.state,
         remedy=found.remedy(),
-        installed=installed.version,
-        site=str(installed.site),
+        installed=upstream.version,
+        site=str(upstream.site),
         series=None if series is None else series.version,
         patches=0 if series is None else len(series.patches),
         edited_lines={} if series is None else series.edited_lines(),
         hooks=() if series is None else series.hooks,
         faults=found.faults,
     )
+
+
+def count_lines(edited: dict[str, int]) -> str:
+    """Edited lines by group as one phrase."""
+    return ", ".join(f"{count} {group}" for group, count in sorted(edited.items())) or "-"

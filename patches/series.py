@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from patches.config import Target
 from patches.errors import PatchError
 from patches.patchfile import Patch, parse_patch
+from patches.series_files import series_files
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,15 @@ class Series:
     def paths(self) -> tuple[str, ...]:
         """Every file that the series edits or adds, relative to site-packages, sorted."""
         return tuple(sorted({diff.path for patch in self.patches for diff in patch.diffs}))
+
+    @property
+    def pre_images(self) -> dict[str, str | None]:
+        """Git's name of the released content of every path; None for a file that is added."""
+        found: dict[str, str | None] = {}
+        for patch in self.patches:
+            for diff in patch.diffs:
+                found.setdefault(diff.path, None if diff.creates else diff.blobs[0])
+        return found
 
     @property
     def hooks(self) -> tuple[str, ...]:
@@ -61,9 +71,9 @@ def load_series(target: Target, version: str) -> Series:
         )
     patches: list[Patch] = []
     digest = hashlib.sha256(version.encode())
-    for name in _order((directory / "series").read_text("utf-8")):
+    for name, file in series_files(target, version).items():
         try:
-            content = (directory / name).read_bytes()
+            content = file.read_bytes()
         except FileNotFoundError:
             raise PatchError(
                 f"the series of {target.name} {version} lists {name}, which is missing: "
@@ -73,15 +83,6 @@ def load_series(target: Target, version: str) -> Series:
         patches.append(parse_patch(name, content))
         _refuse_strangers(patches[-1], target)
     return Series(version, tuple(patches), digest.hexdigest())
-
-
-def _order(text: str) -> list[str]:
-    lines = (line.partition("#")[0].strip() for line in text.splitlines())
-    names = [line for line in lines if line]
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice or not names:
-        raise PatchError(f"a series lists every patch once and at least one; twice: {twice}.")
-    return names
 
 
 def _refuse_strangers(patch: Patch, target: Target) -> None:

@@ -1,4 +1,4 @@
-"""In which state an installed target is, judged by the hashes of its files alone."""
+"""In which state a target is, judged by the hashes of its files alone."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,9 +7,15 @@ from pathlib import Path
 
 from patches.config import ROOT, Target, select_target
 from patches.errors import NotInstalledError, PatchError, file_errors_explained
-from patches.installed import Installed, find_installed, sha256
+from patches.hashes import git_blob
+from patches.installed import find_installed
 from patches.journal import FileHashes, Journal, Manifest
 from patches.series import Series, load_series
+from patches.tree import Checkout, find_tree, site_of
+from patches.upstream import Upstream
+
+Where = Path | Checkout | None
+"""A site-packages directory, a source tree, or (None) where this interpreter finds the target."""
 
 
 class State(StrEnum):
@@ -26,16 +32,16 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Inspection:
-    """A target, what is installed of it, and what its files show.
+    """A target, the release of it that was found, and what its files show.
 
-    ``series`` is the one for the installed version, None if there is none. ``released`` has the
-    SHA-256 that the release has for every file of interest. ``reversible`` are the files of the
+    ``series`` is the one for that release, None if there is none. ``released`` has the hash that
+    the release has for every file of interest. ``reversible`` are the files of the
     manifest that this very release has; ``patched`` those of them that are patched now. ``faults``
     says for every file that is neither pristine nor patched what is wrong with it.
     """
 
     target: Target
-    installed: Installed
+    upstream: Upstream
     series: Series | None
     manifest: Manifest | None
     released: dict[str, str | None]
@@ -46,7 +52,7 @@ class Inspection:
     @property
     def journal(self) -> Journal:
         """Where the reverse information of this target is kept."""
-        return journal_of(self.target, self.installed)
+        return Journal(_journal_directory(self.target, self.upstream.site), self.upstream.digest)
 
     @property
     def state(self) -> State:
@@ -71,86 +77,87 @@ class Inspection:
             if digest is not None and path in self.patched:
                 content[path] = self.journal.pristine(digest)
             else:
-                content[path] = None if digest is None else self.installed.current(path)
+                content[path] = None if digest is None else self.upstream.current(path)
         return content
 
     def remedy(self) -> str:
         """One sentence: what is the matter and which command mends it; empty if patched."""
-        name, version = self.target.name, self.installed.version
-        distribution = self.target.distribution
-        apply = f"`python -m patches apply {name}`"
+        name, release = self.target.name, f"{self.target.distribution} {self.upstream.version}"
+        options = f"{name}{self.upstream.options}"
+        apply = f"`python -m patches apply {options}`"
         match self.state:
             case State.FOREIGN:
                 path, problem = next(iter(self.faults.items()))
                 others = f" and {len(self.faults) - 1} more files" if len(self.faults) > 1 else ""
                 return (
-                    f"{self.installed.site / path} {problem}{others}: save what you need of it, "
-                    f"remove it, and run `pip install --force-reinstall --no-deps "
-                    f"{distribution}=={version}`, then {apply}."
+                    f"{self.upstream.site / path} {problem}{others}: save what you need of it, "
+                    f"{self.upstream.way_back(path)}, then {apply}."
                 )
             case State.UNSUPPORTED:
+                versions = self.target.versions()
                 return (
-                    f"{distribution} {version} is installed but there are patches only for "
-                    f"{', '.join(self.target.versions())}: "
-                    f"run `{self.target.install_command()}`, then {apply}."
+                    f"{self.upstream.described} but there are patches only for "
+                    f"{', '.join(versions)}: {self.upstream.way_to(versions[-1])}, then {apply}."
                 )
             case State.PRISTINE:
-                return f"{distribution} {version} is not patched: run {apply}."
+                return f"{release} is not patched: run {apply}."
             case State.OUTDATED:
-                return f"{distribution} {version} is patched with another series: run {apply}."
+                return f"{release} is patched with another series: run {apply}."
             case State.INTERRUPTED:
                 return (
                     f"an apply or revert of {name} was interrupted: "
-                    f"run `python -m patches revert {name}` or {apply}."
+                    f"run `python -m patches revert {options}` or {apply}."
                 )
         return ""
 
 
-def journal_of(target: Target, installed: Installed) -> Journal:
-    """The journal of a target in the site-packages directory where it is installed."""
-    return Journal(installed.site / f".sglang-trace-patches-{target.name}")
+def _journal_directory(target: Target, site: Path) -> Path:
+    return site / f".sglang-trace-patches-{target.name}"
 
 
-def require_installed(target: Target, site: Path | None = None) -> Installed:
+def require_upstream(target: Target, where: Where = None) -> Upstream:
     """Find the target; NotInstalledError with the command that installs it if it is not there."""
-    installed = find_installed(target, site)
+    if isinstance(where, Checkout):
+        directory = _journal_directory(target, site_of(target, where))
+        return find_tree(target, where, Journal(directory, git_blob))
+    installed = find_installed(target, where)
     if installed is None:
-        where = "" if site is None else f" in {site}"
+        place = "" if where is None else f" in {where}"
         raise NotInstalledError(
-            f"{target.distribution} is not installed{where}: "
+            f"{target.distribution} is not installed{place}: "
             f"run `{target.install_command()}`, then `python -m patches apply {target.name}`."
         )
     return installed
 
 
-def series_for(target: Target, installed: Installed) -> Series | None:
-    """Load the series for the installed version, None if there is none."""
-    has_series = installed.version in target.versions()
-    return load_series(target, installed.version) if has_series else None
+def series_for(target: Target, upstream: Upstream) -> Series | None:
+    """Load the series for the release that was found, None if there is none."""
+    has_series = upstream.version in target.versions()
+    return load_series(target, upstream.version) if has_series else None
 
 
-def inspect(target: Target, installed: Installed, series: Series | None) -> Inspection:
-    """Hash every file of the series and of the manifest and compare with RECORD and manifest.
+def inspect(target: Target, upstream: Upstream, series: Series | None) -> Inspection:
+    """Hash every file of the series and of the manifest and compare with release and manifest.
 
-    Each file is judged for itself: a manifest entry counts only where RECORD still has its pristine
-    hash, so what is left over from an older release is told from what is patched in this one.
+    Each file is judged for itself: a manifest entry counts only where the release still has its
+    pristine hash, so what is left over from an older one is told from what is patched in this one.
     """
-    manifest = journal_of(target, installed).load()
+    manifest = Journal(_journal_directory(target, upstream.site), upstream.digest).load()
     recorded = {} if manifest is None else manifest.files
     added = () if series is None else series.paths
-    released = installed.released_hashes(sorted({*recorded, *added}))
+    released = upstream.released_hashes(sorted({*recorded, *added}), series, manifest)
     reversible = {p: h for p, h in recorded.items() if h.pristine == released[p]}
     patched: list[str] = []
     faults: dict[str, str] = {}
     for path, digest in released.items():
-        content = installed.current(path)
-        found = None if content is None else sha256(content)
+        content = upstream.current(path)
+        found = None if content is None else upstream.digest(content)
         if path in reversible and found == reversible[path].patched:
             patched.append(path)
         elif found != digest:
             faults[path] = _fault(found, digest)
     return Inspection(
-        target, installed, series, manifest, released, reversible, tuple(patched), faults
+        target, upstream, series, manifest, released, reversible, tuple(patched), faults
     )
 
 
@@ -160,16 +167,17 @@ def _fault(found: str | None, released: str | None) -> str:
     return "is not part of the release" if released is None else "was edited by someone else"
 
 
-def verify_target(name: str, *, site: Path | None = None, root: Path = ROOT) -> None:
+def verify_target(name: str, *, site: Where = None, root: Path = ROOT) -> None:
     """Return if target ``name`` is fully patched with the current series, else raise PatchError.
 
     The sentence of the error names the command that mends it. Reads the files that the series
     edits and imports nothing, so a launcher can afford it at every start. ``site`` is another
-    site-packages directory, ``root`` another directory with a ``config.json`` and series.
+    site-packages directory or a source tree, ``root`` another directory with a ``config.json`` and
+    series.
     """
     target = select_target(name, root)
     with file_errors_explained():
-        installed = require_installed(target, site)
-        inspection = inspect(target, installed, series_for(target, installed))
+        upstream = require_upstream(target, site)
+        inspection = inspect(target, upstream, series_for(target, upstream))
     if inspection.state is not State.PATCHED:
         raise PatchError(inspection.remedy())

@@ -209,11 +209,9 @@ def start(model_runner: Any, config: TraceConfig, layout: RecordLayout, max_rows
     kv = KVReader(layout, pool) if needs_kv else None
     engine_id = uuid.uuid4().hex
 
-    def connect() -> RecordProducer:
-        producer = RecordProducer(config.bridge)
+    def introduce(producer: RecordProducer) -> None:
         scales = kv.scales() if kv else {}
         producer.hello(engine_id, layout, scales, {"path": model_runner.model_config.model_path})
-        return producer
 
     device = model_runner.device
     return Capture(
@@ -222,5 +220,5 @@ def start(model_runner: Any, config: TraceConfig, layout: RecordLayout, max_rows
         kv,
         Ledger(pool.size + pool.page_size, device),
         Staging(layout, max_rows, device),
-        Shipper(connect, layout),
+        Shipper(lambda: RecordProducer(config.bridge), introduce, layout),
     )

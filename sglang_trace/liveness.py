@@ -10,6 +10,7 @@ import importlib
 from types import CodeType
 
 from bridge.errors import TraceError
+from patches.live import code_of, names_in
 
 _SRT = "sglang.srt"
 _PROCESSOR = "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
@@ -55,27 +56,25 @@ def check(sites: dict[str, tuple[str, ...]]) -> None:
     """
     for hook, callers in sites.items():
         for caller in callers:
-            if hook not in _code_of(f"{_SRT}.{caller}").co_names:
+            if hook not in names_in(_code_at(f"{_SRT}.{caller}")):
                 raise HookNotLive(
                     f"{_SRT}.{caller} does not call {hook}: run python -m patches apply sglang "
                     "and disable SGLang plugins that replace this function."
                 )
 
 
-def _code_of(path: str) -> CodeType:
+def _code_at(path: str) -> CodeType:
     """Import what `path` names and return its code: a function, or a method of a class."""
     parts = path.split(".")
-    found = None
+    code = None
     for length in range(len(parts) - 1, 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:length]))
+            module = importlib.import_module(".".join(parts[:length]))
         except ModuleNotFoundError:
             continue
-        for name in parts[length:]:
-            found = getattr(found, name, None)
+        code = code_of(module, ".".join(parts[length:]))
         break
-    code = getattr(found, "__code__", None)
-    if not isinstance(code, CodeType):
+    if code is None:
         raise HookNotLive(
             f"{path} is not a function: install sglang 0.5.23 and run "
             "python -m patches apply sglang."

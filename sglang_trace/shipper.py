@@ -31,7 +31,12 @@ class ShipperFailed(TraceError):
 class Shipper:
     """Owns the producer: it is connected, used and closed on the shipper's thread."""
 
-    def __init__(self, connect: Callable[[], RecordProducer], layout: RecordLayout) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], RecordProducer],
+        introduce: Callable[[RecordProducer], None],
+        layout: RecordLayout,
+    ) -> None:
         self._layout = layout
         self._queue: deque[Event] = deque()
         self._queued_bytes = 0
@@ -41,7 +46,7 @@ class Shipper:
         self._closing = False
         self._busy = False
         self._thread = threading.Thread(
-            target=self._run, args=(connect,), name="trace-shipper", daemon=True
+            target=self._run, args=(connect, introduce), name="trace-shipper", daemon=True
         )
         self._thread.start()
         self._wait(lambda: self._connected)
@@ -71,9 +76,14 @@ class Shipper:
             self._changed.wait_for(lambda: self._failure is not None or ready())
         self.check()
 
-    def _run(self, connect: Callable[[], RecordProducer]) -> None:
+    def _run(
+        self,
+        connect: Callable[[], RecordProducer],
+        introduce: Callable[[RecordProducer], None],
+    ) -> None:
         try:
             with connect() as producer:
+                introduce(producer)
                 with self._changed:
                     self._connected = True
                     self._changed.notify_all()

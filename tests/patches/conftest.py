@@ -13,12 +13,21 @@ from pathlib import Path
 import pytest
 
 from patches.config import Target, load_targets
+from patches.hashes import git_blob
 
+DEMO = {
+    "distribution": "demo",
+    "package": "demo/core",
+    "hooks": "hooks.py",
+    "version_files": ["demo/core/version.py"],
+    "releases": {},
+}
 RELEASED = {
     "demo/core/__init__.py": b"",
     "demo/core/engine.py": b"".join(b"line %d\n" % n for n in range(1, 31)),
     "demo/core/model.py": b"one\r\ntwo\nthree\x0c\nno newline at the end",
     "demo/core/other.py": b"nobody touches this\n",
+    "demo/core/version.py": b'__version__ = "1.2.0"\n',
 }
 PATCHED = {
     "demo/core/engine.py": RELEASED["demo/core/engine.py"]
@@ -38,7 +47,8 @@ def unified(path: str, before: bytes | None, after: bytes) -> bytes:
     old, new = (_text_lines(content) for content in (before or b"", after))
     lines = [f"diff --git a/{path} b/{path}\n"]
     lines += ["new file mode 100644\n"] * (before is None)
-    lines += [f"index {1:040x}..{2:040x} 100644\n" if before is not None else "index 0..2\n"]
+    blobs = "..".join("0" * 40 if c is None else git_blob(c) for c in (before, after))
+    lines += [f"index {blobs}" + (" 100644\n" if before is not None else "\n")]
     source = "/dev/null" if before is None else f"a/{path}"
     for line in difflib.unified_diff(old, new, source, f"b/{path}"):
         lines.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
@@ -129,8 +139,7 @@ def demo_series() -> dict[str, bytes]:
 def make_world(directory: Path) -> World:
     world = World(directory / "site", directory / "patches")
     world.root.mkdir(parents=True)
-    entry = {"distribution": "demo", "package": "demo/core", "hooks": "hooks.py"}
-    (world.root / "config.json").write_text(json.dumps({"demo": entry}))
+    (world.root / "config.json").write_text(json.dumps({"demo": DEMO}))
     world.install()
     (world.site / "demo/core/engine.py").chmod(0o640)
     world.write_series(**demo_series())

@@ -25,7 +25,7 @@ def run(world, monkeypatch):
 def absent_target(world):
     """A second target in the configuration that is not installed."""
     config = json.loads((world.root / "config.json").read_text())
-    config["ghost"] = {"distribution": "ghost", "package": "ghost", "hooks": "hooks.py"}
+    config["ghost"] = config["demo"] | {"distribution": "ghost", "package": "ghost"}
     (world.root / "config.json").write_text(json.dumps(config))
     (world.root / "ghost" / "2.0").mkdir(parents=True)
     (world.root / "ghost" / "2.0" / "series").touch()
@@ -133,3 +133,12 @@ def test_checking_imports_neither_the_upstreams_nor_the_command_line():
     command = [sys.executable, "-c", program]
     run = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "set()"
+
+
+def test_a_source_tree_is_patched_by_path(run, world):
+    tree = str(world.site)
+    arguments = [(c, "demo", "--tree", tree) for c in ("apply", "verify", "status", "revert")]
+    for command in arguments:
+        assert CliRunner().invoke(cli.app, command).exit_code == 0, command
+    assert "give --site, or --tree" in run("apply", "--tree", tree).stderr
+    assert "give --site, or --tree" in run("apply", "--version", "1.2.0").stderr

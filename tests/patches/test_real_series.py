@@ -1,12 +1,12 @@
 """Every series in the repository, against the real package it was made for."""
 
 import ast
-import hashlib
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,11 @@ import pytest
 from patches import edit, verify_target
 from patches.config import ROOT, Target, load_targets
 from patches.export import export_series, file_name
-from patches.installed import sha256
+from patches.hashes import git_blob, sha256
+from patches.installed import Installed, find_installed
 from patches.series import Series, load_series
-from patches.state import inspect, require_installed
+from patches.series_files import series_files
+from patches.state import inspect
 
 SERIES = [
     pytest.param(target, version, id=f"{target.name}-{version}")
@@ -33,20 +35,24 @@ def series(target: Target, version: str) -> Series:
 
 
 @pytest.fixture
-def pristine(target: Target, version: str, series: Series) -> dict[str, bytes | None]:
+def installed(target: Target, version: str) -> Installed:
+    installed = find_installed(target)
+    if installed is None or installed.version != version:
+        pytest.skip(f"{target.name} {version} is not installed")
+    return installed
+
+
+@pytest.fixture
+def pristine(target: Target, installed: Installed, series: Series) -> dict[str, bytes | None]:
     """What the release has, whether or not the environment is patched right now."""
-    installed = require_installed(target)
-    if installed.version != version:
-        pytest.skip(f"{target.name} {installed.version} is installed")
     found = inspect(target, installed, series)
     assert not found.faults
     return found.pristine_content(series.paths)
 
 
 @pytest.fixture
-def site(target: Target, pristine: dict[str, bytes | None], tmp_path: Path) -> Path:
+def site(installed: Installed, pristine: dict[str, bytes | None], tmp_path: Path) -> Path:
     """A site-packages directory with the pristine files of the series and the real dist-info."""
-    installed = require_installed(target)
     info = installed.record.parent
     shutil.copytree(info, tmp_path / "site" / info.name)
     for path, content in pristine.items():
@@ -67,8 +73,9 @@ def test_every_target_has_a_series():
 
 @pytest.mark.parametrize(("target", "version"), SERIES)
 def test_every_patch_file_is_in_the_order_and_named_after_its_subject(target, version, series):
-    on_disk = {path.name for path in (target.series_dir / version).iterdir()} - {"series"}
-    assert {patch.name for patch in series.patches} == on_disk
+    directory = target.series_dir / version
+    listed = {file for file in series_files(target, version).values() if file.parent == directory}
+    assert listed == set(directory.iterdir()) - {directory / "series"}
     assert [patch.name for patch in series.patches] == [file_name(p) for p in series.patches]
 
 
@@ -98,8 +105,7 @@ def test_the_results_are_git_s_own_and_valid_python(target, version, series, pri
     for patch in series.patches:
         for diff in patch.diffs:
             current[diff.path] = diff.apply(current[diff.path])
-            blob = b"blob %d\0" % len(current[diff.path]) + current[diff.path]
-            assert hashlib.sha1(blob).hexdigest() == diff.blobs[1], f"{patch.name}: {diff.path}"
+            assert git_blob(current[diff.path]) == diff.blobs[1], f"{patch.name}: {diff.path}"
             ast.parse(current[diff.path], diff.path)
 
 
@@ -127,10 +133,10 @@ def test_import_and_export_give_the_same_bytes(target, version, series, site, tm
     git("add", "--all")
     git("commit", "--message", "released")
     git("tag", "base")
-    source = target.series_dir / version
-    git("am", "--keep-cr", *(str(source / patch.name) for patch in series.patches))
-    copy = Target(target.name, target.distribution, target.package, target.hooks, tmp_path / "out")
+    sources = series_files(target, version)
+    git("am", "--keep-cr", *map(str, sources.values()))
+    copy = replace(target, series_dir=tmp_path / "out")
     export_series(copy, version, site, "base")
     for patch in series.patches:
         exported = (tmp_path / "out" / version / patch.name).read_bytes()
-        assert exported == (source / patch.name).read_bytes(), patch.name
+        assert exported == sources[patch.name].read_bytes(), patch.name

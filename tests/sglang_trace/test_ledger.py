@@ -96,9 +96,13 @@ class Pool(RuleBasedStateMachine):
 
         Slots that were found in the cache are locked and stay.
         """
-        kept, swapped = data.draw(st.permutations(sorted(self.running)).map(lambda names: names[:2]))
+        kept, swapped = data.draw(
+            st.permutations(sorted(self.running)).map(lambda names: names[:2])
+        )
         theirs, ours = self.running[kept].slots, self.running[swapped].slots
-        part = slice(self.running[swapped].hit, data.draw(st.integers(0, min(len(theirs), len(ours)))))
+        part = slice(
+            self.running[swapped].hit, data.draw(st.integers(0, min(len(theirs), len(ours))))
+        )
         released = [slot for slot in ours[part] if not self._in_use(slot, besides=swapped)]
         ours[part] = theirs[part]
         self.free += released

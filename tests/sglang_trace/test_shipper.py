@@ -30,12 +30,11 @@ def bridge() -> Iterator[str]:
 
 
 def shipper_to(endpoint: str, **options: float) -> Shipper:
-    def connect() -> RecordProducer:
-        producer = RecordProducer(endpoint, **options)
-        producer.hello("engine", LAYOUT)
-        return producer
-
-    return Shipper(connect, LAYOUT)
+    return Shipper(
+        lambda: RecordProducer(endpoint, **options),
+        lambda producer: producer.hello("engine", LAYOUT),
+        LAYOUT,
+    )
 
 
 def rows_event(x_TH: torch.Tensor, first: int = 0) -> RowsEvent:

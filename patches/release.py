@@ -1,0 +1,86 @@
+"""Published releases of an upstream: which there are, and their files, by way of pip."""
+
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from patches.config import Target, version_key
+from patches.errors import PatchError
+from patches.hashes import sha256
+from patches.tree import LAYOUTS
+
+_PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+
+
+def published_versions(target: Target) -> list[str]:
+    """Every version that pip's package index has, oldest first; pre-releases are left out."""
+    printed = _pip("index", "versions", target.distribution, "--json", "--ignore-requires-python")
+    versions: list[str] = json.loads(printed)["versions"]
+    return sorted(versions, key=version_key)
+
+
+def download(target: Target, version: str, into: Path) -> Path:
+    """Download one release, a wheel or else the sources, and return the file.
+
+    Only its text is of interest, so it need not fit this interpreter. PatchError if pip cannot get
+    it or if it is not the file that ``config.json`` has the hash of.
+    """
+    into.mkdir(parents=True, exist_ok=True)
+    wanted = f"{target.distribution}=={version}"
+    options = ("--no-deps", "--ignore-requires-python", "--quiet", "--dest", str(into))
+    _pip("download", *options, wanted)
+    (file,) = into.iterdir()
+    known = target.releases.get(version)
+    if known and known.file == file.name and known.sha256 != sha256(file.read_bytes()):
+        raise PatchError(
+            f"{file.name} from the package index is not the file with the hash in config.json: "
+            "find out which of the two is right."
+        )
+    return file
+
+
+def python_files(archive: Path, package: str) -> Iterator[tuple[str, bytes]]:
+    """Yield path, relative to site-packages, and content of every ``.py`` file of ``package``.
+
+    Other files cannot carry a hook and would only make a tree large.
+    """
+    read = _wheel if archive.suffix == ".whl" else _sources
+    wanted = re.compile(rf"{re.escape(package)}/(?!(?:.*/)?\.\./).+\.py")
+    found = False
+    for path, content in read(archive, wanted):
+        found = True
+        yield path, content
+    if not found:
+        raise PatchError(f"{archive} has no {package}/: it is not a release of the target.")
+
+
+def _wheel(archive: Path, wanted: re.Pattern[str]) -> Iterator[tuple[str, bytes]]:
+    with zipfile.ZipFile(archive) as files:
+        for name in files.namelist():
+            if wanted.fullmatch(name):
+                yield name, files.read(name)
+
+
+def _sources(archive: Path, wanted: re.Pattern[str]) -> Iterator[tuple[str, bytes]]:
+    """Members lie in a directory named after the release, the package as in a checkout."""
+    with tarfile.open(archive) as files:
+        for member in files:
+            inner = member.name.partition("/")[2]
+            for layout in LAYOUTS:
+                path = inner if layout == "." else inner.removeprefix(f"{layout}/")
+                if wanted.fullmatch(path) and (content := files.extractfile(member)):
+                    yield path, content.read()
+                    break
+
+
+def _pip(*arguments: str) -> str:
+    run = subprocess.run([*_PIP, *arguments], capture_output=True, text=True)
+    if run.returncode:
+        words = (run.stderr.strip() or run.stdout.strip()).splitlines()
+        raise PatchError(f"pip says: {words[-1] if words else 'nothing'}.")
+    return run.stdout

@@ -1,0 +1,178 @@
+"""Capture on stand-ins for SGLang's objects: the rare paths that no test of a server takes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang.srt.layers.quantization  # noqa: F401 - SGLang's own order of imports
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from bridge.layout import ModelShape, Part, RecordLayout, Site
+from bridge.wire import TrajectoryState
+from sglang_trace.capture import Capture, ForwardNotUnderstood, batched, spans_of
+from sglang_trace.events import Event, RowsEvent, TrajectoryEvent
+from sglang_trace.ledger import Ledger, Span
+from sglang_trace.staging import Staging
+
+LAYOUT = RecordLayout(ModelShape(1, 32, 16, 4, 1, 1, 16, (0,), (0,)), (0,), (Site.FC1,), bits=1)
+
+
+class Outbox:
+    """Keeps what would be shipped."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def put(self, event: Event) -> None:
+        self.events.append(event)
+
+    def check(self) -> None: ...
+
+    def trajectories(self) -> list[TrajectoryEvent]:
+        return [event for event in self.events if isinstance(event, TrajectoryEvent)]
+
+
+@pytest.fixture
+def outbox() -> Outbox:
+    return Outbox()
+
+
+@pytest.fixture
+def capture(outbox: Outbox) -> Capture:
+    staging = Staging(LAYOUT, 16, "cpu")
+    made = Capture(torch.nn.Module(), LAYOUT, None, Ledger(32), staging, outbox)  # type: ignore[arg-type]
+    made.weights_changed("v0")
+    return made
+
+
+def extend(slots: list[int], *spans: tuple[str, int, int]) -> Any:
+    rids, prefixes, lengths = zip(*spans, strict=True)
+    return SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND,
+        rids=list(rids),
+        extend_prefix_lens_cpu=list(prefixes),
+        extend_seq_lens_cpu=list(lengths),
+        out_cache_loc=torch.tensor(slots),
+    )
+
+
+def decode(slots: list[int], rids: list[str], seq_lens: list[int]) -> Any:
+    return SimpleNamespace(
+        forward_mode=ForwardMode.DECODE,
+        rids=rids,
+        seq_lens_cpu=torch.tensor(seq_lens),
+        out_cache_loc=torch.tensor(slots),
+    )
+
+
+def request(rid: str, prompt: list[int], output: list[int], **changes: Any) -> Any:
+    usual: dict[str, Any] = {
+        "rid": rid,
+        "origin_input_ids": prompt,
+        "output_ids": output,
+        "output_ids_through_stop": output,
+        "finished_reason": SimpleNamespace(to_json=lambda: {"type": "length"}),
+        "to_finish": None,
+        "beam_group": None,
+        "retraction_count": 0,
+    }
+    return SimpleNamespace(**{**usual, **changes})
+
+
+def test_spans_name_the_positions_of_prefill_and_decode() -> None:
+    assert spans_of(extend([1, 2, 3], ("a", 4, 2), ("b", 0, 1))) == [
+        Span("a", 4, 2),
+        Span("b", 0, 1),
+    ]
+    assert spans_of(decode([5, 6], ["a", "b"], [7, 2])) == [Span("a", 6, 1), Span("b", 1, 1)]
+    assert spans_of(SimpleNamespace(forward_mode=ForwardMode.IDLE)) == []
+
+
+def test_a_forward_pass_of_speculation_is_not_guessed_at() -> None:
+    batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY)
+    with pytest.raises(ForwardNotUnderstood, match="TARGET_VERIFY"):
+        spans_of(batch)
+
+
+def test_padding_behind_the_requests_is_not_recorded(capture: Capture, outbox: Outbox) -> None:
+    capture.forward(decode([5, 6, 0, 0], ["a", "b"], [2, 2]))
+    event = outbox.events[-1]
+    assert isinstance(event, RowsEvent)
+    assert event.rows_n.tolist() == [0, 1]
+    assert event.encode().shape == (2, LAYOUT.row_bytes(Part.FORWARD))
+
+
+def test_records_are_a_copy_of_the_staging_rows(capture: Capture, outbox: Outbox) -> None:
+    capture.forward(decode([5], ["a"], [2]))
+    event = outbox.events[-1]
+    assert isinstance(event, RowsEvent)
+    before = event.encode().clone()
+    capture._staging.rows_MB.fill_(255)
+    assert torch.equal(event.encode(), before)
+
+
+def test_the_token_that_nothing_consumed_has_no_row(capture: Capture, outbox: Outbox) -> None:
+    capture.forward(extend([3, 4], ("a", 0, 2)))
+    capture.forward(decode([5], ["a"], [3]))
+    # Overlap scheduling has launched the next pass before the end of the request is known.
+    capture.forward(decode([6], ["a"], [4]))
+    capture.finish(request("a", [7, 8], [9, 10]), torch.tensor([3, 4, 5, 6, 0]))
+    (told,) = outbox.trajectories()
+    assert told.tokens_T.tolist() == [7, 8, 9, 10]
+    assert told.rows_T.tolist() == [0, 1, 2, -1]
+    assert told.state is TrajectoryState.FINISHED
+
+
+def test_a_retracted_request_tells_the_rows_of_its_sampled_tokens_before_it_loses_them(
+    capture: Capture, outbox: Outbox
+) -> None:
+    capture.forward(extend([3, 4], ("a", 0, 2)))
+    capture.forward(decode([5], ["a"], [3]))
+    capture.retract(request("a", [7, 8], [9]), torch.tensor([3, 4, 5]))
+    capture.forward(extend([8, 9, 10], ("a", 0, 3)))
+    capture.finish(request("a", [7, 8], [9, 11]), torch.tensor([8, 9, 10]))
+    first, last = outbox.trajectories()
+    assert (first.rows_T.tolist(), first.state) == ([0, 1, -1], TrajectoryState.OPEN)
+    assert (last.rows_T.tolist(), last.state) == ([3, 4, 5, -1], TrajectoryState.FINISHED)
+
+
+def test_an_abort_in_the_queue_closes_what_an_earlier_run_opened(
+    capture: Capture, outbox: Outbox
+) -> None:
+    capture.abort(request("never-ran", [1, 2], [], finished_reason=None))
+    assert not outbox.trajectories()
+    capture.abort(request("retracted", [1, 2], [3], finished_reason=None, retraction_count=1))
+    (told,) = outbox.trajectories()
+    assert (told.rows_T.tolist(), told.state) == ([-1, -1, -1], TrajectoryState.ABORTED)
+
+
+def test_an_abort_in_the_middle_of_prefill_keeps_the_rows_that_were_computed(
+    capture: Capture, outbox: Outbox
+) -> None:
+    capture.forward(extend([3, 4], ("a", 0, 2)))
+    capture.abort(request("a", [1, 2, 3, 4], [], finished_reason=None))
+    (told,) = outbox.trajectories()
+    assert told.rows_T.tolist() == [0, 1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rid": "HEALTH_CHECK_1"},
+        {"rid": "#no-name"},
+        {"finished_reason": SimpleNamespace(to_json=lambda: {"type": "abort"}, status_code=400)},
+        {"beam_group": object()},
+    ],
+)
+def test_requests_that_are_no_trajectory_are_not_told(
+    capture: Capture, outbox: Outbox, changes: dict[str, Any]
+) -> None:
+    capture.finish(request(changes.pop("rid", "t"), [0], [5], **changes), torch.tensor([3]))
+    assert not outbox.trajectories()
+
+
+def test_long_lists_of_names_are_sent_in_pieces() -> None:
+    assert list(batched("abcde", 2)) == [("a", "b"), ("c", "d"), ("e",)]

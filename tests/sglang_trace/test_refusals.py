@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bridge.layout import Site
+from sglang_trace.config import DEFAULT_SITES, TraceConfig
+from sglang_trace.refusals import REFUSALS, NotCaptured, check_arguments
+
+# Options of a server that is captured, as SGLang resolves them.
+GOOD: dict[str, Any] = {
+    "tp_size": 1,
+    "ep_size": 1,
+    "dp_size": 1,
+    "pp_size": 1,
+    "attn_cp_size": 1,
+    "dcp_size": 1,
+    "speculative_algorithm": None,
+    "enable_hierarchical_cache": False,
+    "enable_lmcache": False,
+    "enable_flexkv": False,
+    "enable_hisparse": False,
+    "enable_unified_memory": False,
+    "enable_kv_cache_sharding": False,
+    "enable_streaming_session": False,
+    "disaggregation_mode": "null",
+    "enable_two_batch_overlap": False,
+    "enable_pdmux": False,
+    "dllm_algorithm": None,
+    "cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="disabled")),
+    "enable_eplb": False,
+    "ep_num_redundant_experts": 0,
+    "enable_lora": None,
+    "lora_paths": None,
+    "is_embedding": False,
+    "use_ray": False,
+    "enable_paged_experts": False,
+    "kt_weight_path": None,
+    "quantization": "trace_nvfp4",
+    "kv_cache_dtype": "nvfp4",
+}
+
+BAD: dict[str, dict[str, Any]] = {
+    "--tp-size": {"tp_size": 2},
+    "--ep-size": {"ep_size": 2},
+    "--dp-size": {"dp_size": 2},
+    "--pp-size": {"pp_size": 2},
+    "--attn-cp-size": {"attn_cp_size": 2},
+    "--dcp-size": {"dcp_size": 2},
+    "--speculative-algorithm": {"speculative_algorithm": "EAGLE"},
+    "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
+    "--enable-lmcache": {"enable_lmcache": True},
+    "--enable-flexkv": {"enable_flexkv": True},
+    "--enable-hisparse": {"enable_hisparse": True},
+    "--enable-unified-memory": {"enable_unified_memory": True},
+    "--enable-kv-cache-sharding": {"enable_kv_cache_sharding": True},
+    "--enable-streaming-session": {"enable_streaming_session": True},
+    "--disaggregation-mode": {"disaggregation_mode": "prefill"},
+    "--enable-two-batch-overlap": {"enable_two_batch_overlap": True},
+    "--enable-pdmux": {"enable_pdmux": True},
+    "--dllm-algorithm": {"dllm_algorithm": "any"},
+    "a prefill CUDA graph": {
+        "cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="tc_piecewise"))
+    },
+    "--enable-eplb": {"ep_num_redundant_experts": 4},
+    "--enable-lora": {"lora_paths": ["adapter"]},
+    "--is-embedding": {"is_embedding": True},
+    "--use-ray": {"use_ray": True},
+    "--enable-paged-experts": {"enable_paged_experts": True},
+}
+
+
+def check(changes: dict[str, Any], sites: tuple[Site, ...] = DEFAULT_SITES) -> None:
+    check_arguments(SimpleNamespace(**{**GOOD, **changes}), TraceConfig("tcp://x", sites))
+
+
+def test_a_plain_server_is_captured() -> None:
+    check({})
+
+
+@pytest.mark.parametrize("flag", BAD)
+def test_each_combination_is_refused_by_its_flag_with_a_remedy(flag: str) -> None:
+    with pytest.raises(NotCaptured, match=f"^{flag}.*: .*, so .*"):
+        check(BAD[flag])
+
+
+def test_every_refusal_has_a_case_here() -> None:
+    assert len(REFUSALS) == len(BAD)
+
+
+def test_all_reasons_are_told_at_once() -> None:
+    with pytest.raises(NotCaptured, match=r"--tp-size.*--enable-lmcache"):
+        check({"tp_size": 4, "enable_lmcache": True})
+
+
+def test_sites_ask_for_what_they_are_recorded_from() -> None:
+    with pytest.raises(NotCaptured, match="--quantization fp8"):
+        check({"quantization": "fp8"}, (Site.FC1,))
+    with pytest.raises(NotCaptured, match="--kv-cache-dtype auto"):
+        check({"kv_cache_dtype": "auto"}, (Site.V,))
+    check({"kv_cache_dtype": "auto"}, (Site.FC1, Site.ROUTES))
+    check({"quantization": None}, (Site.K, Site.V))
+
+
+def test_the_names_are_those_of_sglangs_resolved_options() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    assert not [name for name in GOOD if name not in ServerArgs.__struct_fields__]
