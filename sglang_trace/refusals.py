@@ -40,6 +40,12 @@ _ONE_RANK = "rows are captured on one rank only"
 _MOVES_SLOTS = "it moves K and V between slots behind the records"
 
 REFUSALS = (
+    Refusal(
+        "--device other than cpu",
+        lambda options: options.device != "cpu",
+        "the FP4 experts have no GPU kernels yet and would wait for the device in every layer",
+        "serve with --device cpu",
+    ),
     Refusal("--tp-size above 1", _above_one("tp_size"), _ONE_RANK),
     Refusal("--ep-size above 1", _above_one("ep_size"), _ONE_RANK),
     Refusal("--dp-size above 1", _above_one("dp_size"), _ONE_RANK),

@@ -22,6 +22,8 @@ SERVER_FLAGS = (
     *("--max-total-tokens", str(POOL_TOKENS), "--chunked-prefill-size", str(CHUNK_TOKENS)),
     *("--max-running-requests", "16", "--schedule-conservativeness", "0.05"),
     "--enable-return-routed-experts",
+    # An idle scheduler otherwise spins, and takes the cores from the server under test.
+    "--sleep-on-idle",
 )
 CAPTURE_FLAGS = (
     "--trace-capture",

@@ -11,6 +11,7 @@ from sglang_trace.refusals import REFUSALS, NotCaptured, check_arguments
 
 # Options of a server that is captured, as SGLang resolves them.
 GOOD: dict[str, Any] = {
+    "device": "cpu",
     "tp_size": 1,
     "ep_size": 1,
     "dp_size": 1,
@@ -43,6 +44,7 @@ GOOD: dict[str, Any] = {
 }
 
 BAD: dict[str, dict[str, Any]] = {
+    "--device": {"device": "cuda"},
     "--tp-size": {"tp_size": 2},
     "--ep-size": {"ep_size": 2},
     "--dp-size": {"dp_size": 2},
