@@ -1,6 +1,5 @@
 """Published releases of an upstream: which there are, and their files, by way of pip."""
 
-import json
 import re
 import subprocess
 import sys
@@ -19,9 +18,12 @@ _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"
 
 def published_versions(target: Target) -> list[str]:
     """Every version that pip's package index has, oldest first; pre-releases are left out."""
-    printed = _pip("index", "versions", target.distribution, "--json", "--ignore-requires-python")
-    versions: list[str] = json.loads(printed)["versions"]
-    return sorted(versions, key=version_key)
+    # As text, because pip's --json came only with 25.1 and a new environment may have an older pip.
+    printed = _pip("index", "versions", target.distribution, "--ignore-requires-python")
+    listed = re.search(r"^Available versions: (.+)$", printed, re.MULTILINE)
+    if listed is None:
+        raise PatchError("pip lists no versions in a form we know: try another release of pip.")
+    return sorted(listed[1].split(", "), key=version_key)
 
 
 def download(target: Target, version: str, into: Path) -> Path:

@@ -68,7 +68,7 @@ def _facts_table(result: dict[str, Any]) -> Table:
         "records missing": str(records["missing"] + result["records_after_update"]["missing"]),
         "bytes a token: record / formula / with the store's own": (
             f"{records['bytes_per_token']} / {records['bytes_per_token_formula']} / "
-            f"{records['stored_bytes_per_token']:.0f}"
+            f"{result['run']['stored_bytes_per_token']:.0f}"
         ),
         "code words as in the rollout, guided 1 bit": f"{code['guided']:.4%}",
         "the same, round to nearest": f"{code['rtn']:.4%}",

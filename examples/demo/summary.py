@@ -14,10 +14,17 @@ if TYPE_CHECKING:
 PACKAGES = ("sglang-trace", "sglang", "megatron-core", "torch", "transformers")
 
 
-def summarize(job: Job, main: dict[str, Any], comparison: dict[str, Any]) -> dict[str, Any]:
-    """The report of a run; everything but its `seconds` is the same for the same seed."""
+def summarize(
+    job: Job, main: dict[str, Any], comparison: dict[str, Any], seconds: dict[str, float]
+) -> dict[str, Any]:
+    """The report of a run; everything outside `run` is the same for the same seed.
+
+    How many messages carry the rows depends on timing, and so do the store's own bytes.
+    """
     step, after, compared = main["step"], main["after"], comparison["compared"]
+    stored = [part["records"].pop("stored_bytes_per_token") for part in (step, after)]
     return {
+        "run": {"seconds": seconds, "stored_bytes_per_token": stored[0]},
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in PACKAGES},
         "job": {
