@@ -119,7 +119,7 @@ class ReferenceRollout:
         self._kv = torch.zeros(len(tokens), self.layout.row_bytes(Part.KV)).byte()
         x_TH = self._weights["model.embed_tokens.weight"][tokens]
         for layer in range(SHAPE.num_layers):
-            w = _Layer(self._weights, layer)
+            w = _layer(self._weights, layer)
             x_TH = x_TH + self._attention(w, layer, _norm(x_TH, w["input_layernorm.weight"]))
             normed_TH = _norm(x_TH, w["post_attention_layernorm.weight"])
             x_TH = x_TH + self._experts(w, layer, normed_TH)
@@ -216,18 +216,14 @@ def make_records(
     )
 
 
-class _Layer(Mapping[str, Tensor]):
-    def __init__(self, weights: Weights, layer: int) -> None:
-        self._weights, self._prefix = weights, f"model.layers.{layer}."
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._weights[self._prefix + name]
-
-    def __iter__(self) -> Any:
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        raise NotImplementedError
+def _layer(weights: Weights, layer: int) -> Weights:
+    """Return the weights of one layer by the rest of their name."""
+    prefix = f"model.layers.{layer}."
+    return {
+        name.removeprefix(prefix): weight
+        for name, weight in weights.items()
+        if name.startswith(prefix)
+    }
 
 
 def _activation(w: Mapping[str, Tensor], expert: int, x_H: Tensor) -> Tensor:
