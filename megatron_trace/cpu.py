@@ -66,6 +66,7 @@ def prepare() -> None:
     for name, stand_in in CUDA_STAND_INS.items():
         setattr(torch.cuda, name, stand_in)
     _replace_rng_states()
+    _name_absent_kernels()
 
 
 def _replace_rng_states() -> None:
@@ -78,3 +79,11 @@ def _replace_rng_states() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
         state
     )
+
+
+def _name_absent_kernels() -> None:
+    # Megatron-core 0.16 asks whether this function of Transformer Engine is None, but gives it a
+    # name only where Transformer Engine is installed.
+    from megatron.core.transformer.moe import moe_utils
+
+    vars(moe_utils).setdefault("te_general_gemm", None)

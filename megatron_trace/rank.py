@@ -30,7 +30,8 @@ def main(arguments: Sequence[str]) -> int:
             sys.path[0] = str(Path(script).resolve().parent)
             runpy.run_path(script, run_name="__main__")
     except TraceError as error:
-        print(f"error: {error}", file=sys.stderr)
+        # torchrun's ranks share one unbuffered stderr: print would write the line in two pieces.
+        sys.stderr.write(f"error: {error}\n")
         return 1
     return 0
 

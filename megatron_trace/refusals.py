@@ -33,6 +33,11 @@ class Refusal:
     sentence: str
 
 
+def _newer(config: TransformerConfig, option: str) -> Any:
+    """Return an option that older supported releases lack; what a release lacks is off."""
+    return getattr(config, option, None)
+
+
 REFUSALS = (
     Refusal(
         lambda c: c.context_parallel_size > 1,
@@ -48,7 +53,7 @@ REFUSALS = (
         'to "alltoall" or "allgather".',
     ),
     Refusal(
-        lambda c: c.use_transformer_engine_op_fuser,
+        lambda c: _newer(c, "use_transformer_engine_op_fuser"),
         "The fused expert path has no place between activation and fc2: set "
         "use_transformer_engine_op_fuser=False.",
     ),
@@ -86,7 +91,7 @@ REFUSALS = (
         "moe_apply_probs_on_input scales the recorded fc1 input: set it to False.",
     ),
     Refusal(
-        lambda c: c.moe_mlp_glu_interleave_size,
+        lambda c: _newer(c, "moe_mlp_glu_interleave_size"),
         "moe_mlp_glu_interleave_size mixes gate and up rows: leave it unset.",
     ),
     Refusal(
@@ -109,8 +114,12 @@ REFUSALS = (
         "weight: set it to False.",
     ),
     Refusal(
-        lambda c: c.gtp_weight_remat_size > 1 or c.expert_gtp_weight_remat_size > 1,
-        "Weights sharded for rematerialization have no whole blocks: use gtp_weight_remat_size=1.",
+        lambda c: any(
+            (_newer(c, option) or 1) > 1
+            for option in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+        ),
+        "Weights sharded for rematerialization have no whole blocks: set gtp_weight_remat_size and "
+        "expert_gtp_weight_remat_size to 1.",
     ),
     Refusal(
         lambda c: c.mtp_num_layers,

@@ -14,15 +14,13 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from bridge.errors import TraceError
 from megatron_trace.attention import PackedDotProductAttention
@@ -132,14 +130,14 @@ def build_model(
 
 
 def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_submodules(
+    spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=True, normalization="RMSNorm"
     )
+    layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
     attention = layer.self_attention.submodules
     attention.q_layernorm = attention.k_layernorm = RmsNorm
     attention.core_attention = PackedDotProductAttention
-    spec = ModuleSpec(module=TransformerLayer, submodules=layer)
     num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RmsNorm)
 

@@ -12,8 +12,8 @@ TIMEOUT_S = 300
 
 
 def run_python(*arguments: str, path: tuple[Path, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Run this interpreter, one thread, with `path` in front of everything importable."""
-    search = os.pathsep.join(map(str, (*path, ROOT)))
+    """Run this interpreter, one thread, with `path` in front of everything importable here."""
+    search = os.pathsep.join([*map(str, (*path, ROOT)), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,

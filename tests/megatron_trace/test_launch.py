@@ -24,11 +24,8 @@ def unpatched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     site = Path(megatron.core.__file__).parents[2]
     copy = tmp_path_factory.mktemp("site")
-    for name in (
-        "megatron",
-        "megatron_core-0.19.2.dist-info",
-        ".sglang-trace-patches-megatron-core",
-    ):
+    (record,) = site.glob("megatron_core-*.dist-info")
+    for name in ("megatron", record.name, ".sglang-trace-patches-megatron-core"):
         shutil.copytree(site / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     reverted = run_python("-m", "patches", "revert", "megatron-core", "--site", str(copy))
     assert reverted.returncode == 0, reverted.stderr
