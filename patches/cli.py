@@ -14,17 +14,22 @@ from patches.config import Target, load_targets, select_target
 from patches.doctor import diagnose, in_words
 from patches.errors import NotInstalledError, PatchError
 from patches.report import Report, count_lines, report
-from patches.state import State, Where
+from patches.state import State, Where, require_upstream
 from patches.tree import Checkout
 
+HELP = (
+    "Patch SGLang and Megatron-core in place, reversibly, and check them.\n\n"
+    "`apply`, then `doctor`, then start your job through our launchers; `status` says what is "
+    "there and which command mends it. TARGET is one of the names that `status` shows; without "
+    "one a command works on every target that is there. Without --site and --tree that is the "
+    "copy that Python would import."
+)
 app = typer.Typer(
-    help="Patch SGLang and Megatron-core in place, reversibly, and check them.",
+    help=HELP,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(maintain.export)
-app.command()(maintain.rebase)
 _errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
 
 Names = Annotated[
@@ -54,7 +59,11 @@ Tree = Annotated[
 ]
 Version = Annotated[
     str | None,
-    typer.Option("--version", help="With --tree, where its files do not say their version."),
+    typer.Option(
+        "--version",
+        metavar="X",
+        help="With --tree: the release to take it for, where its files say none or another one.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -91,6 +100,8 @@ def status(
         return
     Console().print(_table(reports))
     for each in reports:
+        if each.site:
+            typer.echo(f"{each.target}: in {each.site}")
         for path, problem in each.faults.items():
             typer.echo(f"{each.target}: {path} {problem}")
         if each.remedy:
@@ -114,7 +125,8 @@ def verify(
         if each.remedy:
             _errors.print(f"error: {each.remedy}")
         elif not as_json:
-            typer.echo(f"{each.target} {each.installed} is patched ({each.patches} patches)")
+            patched = f"{each.target} {each.installed} is patched ({each.patches} patches)"
+            typer.echo(f"{patched} in {each.site}")
     if any(each.remedy for each in reports):
         raise typer.Exit(1)
 
@@ -137,6 +149,11 @@ def doctor(
             typer.echo("\n".join(in_words(each)))
     if not all(each.healthy for each in found):
         raise typer.Exit(1)
+
+
+# After the users' commands, because the help lists them in this order.
+app.command(rich_help_panel="For maintainers of the series")(maintain.export)
+app.command(rich_help_panel="For maintainers of the series")(maintain.rebase)
 
 
 def _selected(names: list[str] | None) -> list[Target]:
@@ -175,8 +192,8 @@ def _edit_each(
     absences: list[PatchError] = []
     for target in targets:
         try:
-            changed = change(target, where)
-            typer.echo(f"{target.name} {done}" if changed else f"{target.name} {idle}")
+            verdict = done if change(target, where) else idle
+            typer.echo(f"{target.name} {verdict} in {require_upstream(target, where).site}")
         except NotInstalledError as error:
             absences.append(error)
         except PatchError as error:

@@ -1,4 +1,4 @@
-"""What `doctor` finds: files, versions, and the hooks of what Python imports."""
+"""What `doctor` finds: files, versions, and the hooks and signatures of what Python imports."""
 
 import json
 import os
@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 from platform import python_version
 
 from patches.config import Target
-from patches.live import CallSite, call_sites
 from patches.report import Report, report
-from patches.state import State, Where, inspect, require_upstream, series_for
+from patches.sites import CallSite, hook_sites
+from patches.state import State, Where, require_upstream
 
 IMPORT_PATIENCE_S = 300
 
@@ -28,11 +29,25 @@ class Liveness:
 
 
 @dataclass(frozen=True)
+class Examination:
+    """What importing a patched target shows.
+
+    ``uses`` is the number of things that our code takes for granted in it (``contract.py``), and
+    ``faults`` says which of them are different there.
+    """
+
+    hooks: tuple[Liveness, ...] = ()
+    uses: int = 0
+    faults: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """One target.
 
     ``supported`` are the versions that have a series and ``tested`` the Python and torch versions
-    that the series for this release was tested with; ``hooks`` is empty while it is not patched.
+    that the series for this release was tested with; ``hooks``, ``uses`` and ``faults`` are those
+    of an ``Examination``, empty while it is not patched.
     """
 
     report: Report
@@ -41,11 +56,14 @@ class Diagnosis:
     torch: str | None
     tested: tuple[Mapping[str, str], ...]
     hooks: tuple[Liveness, ...]
+    uses: int
+    faults: tuple[str, ...]
 
     @property
     def healthy(self) -> bool:
-        """Fully patched, and every hook is live."""
-        return self.report.state == State.PATCHED and not any(each.problem for each in self.hooks)
+        """Fully patched, every hook is live, and everything that our code uses is there."""
+        dead = any(each.problem for each in self.hooks)
+        return self.report.state == State.PATCHED and not dead and not self.faults
 
     @property
     def combination_tested(self) -> bool:
@@ -65,13 +83,17 @@ def diagnose(target: Target, where: Where = None) -> Diagnosis:
     """Look at a target; where it is patched, import it in a process of its own."""
     found = report(target, where)
     release = target.releases.get(found.installed or "")
+    patched = found.state == State.PATCHED
+    examined = _examine(target, where) if patched else Examination()
     return Diagnosis(
         report=found,
         supported=tuple(target.versions()),
         python=python_version(),
         torch=_version_of("torch"),
         tested=() if release is None else release.tested,
-        hooks=_imported(target, where) if found.state == State.PATCHED else (),
+        hooks=examined.hooks,
+        uses=examined.uses,
+        faults=examined.faults,
     )
 
 
@@ -89,36 +111,45 @@ def in_words(found: Diagnosis) -> Iterator[str]:
         yield f"  {'live' if not hook.problem else 'DEAD'}  {hook.hook}  {caller}"
         if hook.problem:
             yield f"        {hook.problem}"
+    for fault in found.faults:
+        yield f"  UNLIKE  {fault}"
+    if found.uses and not found.faults:
+        yield f"  as our code needs it: {found.uses} signatures and groups of attributes"
     if about.remedy:
         yield f"  {about.remedy}"
-    elif not found.healthy:
+    elif any(each.problem for each in found.hooks):
         yield (
             "  the files are patched but not what Python imports: remove other copies from the "
             "path and plugins that replace these functions, or mend what fails to be imported."
         )
 
 
-def _imported(target: Target, where: Where) -> tuple[Liveness, ...]:
+def _examine(target: Target, where: Where) -> Examination:
     upstream = require_upstream(target, where)
-    series = series_for(target, upstream)
-    if series is None:
-        return ()
-    pristine = inspect(target, upstream, series).pristine_content(series.paths)
-    calls = call_sites(series.results(pristine), series.hooks)
-    question = {"site": str(upstream.site), "calls": [asdict(call) for call in calls]}
+    calls = hook_sites(target, where)
+    home = target.series_dir.parents[1]
+    contract = Path(target.hooks).with_name("upstream.py")
+    question = {
+        "site": str(upstream.site),
+        "version": upstream.version,
+        "calls": [asdict(call) for call in calls],
+        "home": str(home),
+        "contract": ".".join(contract.with_suffix("").parts) if (home / contract).exists() else "",
+    }
     path = [] if where is None else [str(upstream.site)]
     path += [entry for entry in [os.environ.get("PYTHONPATH")] if entry]
     try:
         run = subprocess.run(
-            [sys.executable, "-m", "patches.live"],
+            [sys.executable, "-m", "patches.examine"],
             input=json.dumps(question),
             capture_output=True,
             text=True,
             timeout=IMPORT_PATIENCE_S,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         )
-        answers = json.loads(run.stdout.splitlines()[-1])
-        return tuple(Liveness(**answer) for answer in answers)
+        answer = json.loads(run.stdout.splitlines()[-1])
+        hooks = tuple(Liveness(**each) for each in answer["hooks"])
+        return Examination(hooks, answer["uses"], tuple(answer["faults"]))
     except subprocess.TimeoutExpired:
         return _all_dead(calls, f"importing took more than {IMPORT_PATIENCE_S} s")
     except (ValueError, IndexError):
@@ -126,8 +157,9 @@ def _imported(target: Target, where: Where) -> tuple[Liveness, ...]:
         return _all_dead(calls, f"importing failed: {words[-1] if words else run.returncode}")
 
 
-def _all_dead(calls: list[CallSite], problem: str) -> tuple[Liveness, ...]:
-    return tuple(Liveness(call.path, call.function, call.hook, problem) for call in calls)
+def _all_dead(calls: list[CallSite], problem: str) -> Examination:
+    dead = (Liveness(call.path, call.function, call.hook, problem) for call in calls)
+    return Examination(hooks=tuple(dead))
 
 
 def _version_of(distribution: str) -> str | None:

@@ -92,7 +92,8 @@ def _patch(
     upstream, digest = found.upstream, found.upstream.digest
     hashes = {p: FileHashes(found.released[p], digest(c)) for p, c in patched.items()}
     try:
-        found.journal.save(Manifest(series.digest, hashes, upstream.version), pristine)
+        manifest = Manifest(series.digest, hashes, upstream.version, upstream.stated)
+        found.journal.save(manifest, pristine)
         for path, content in patched.items():
             _replace(upstream.site / path, content, found.journal)
     except BaseException:

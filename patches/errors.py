@@ -12,6 +12,10 @@ class NotInstalledError(PatchError):
     """The target is not in the environment."""
 
 
+class UnreachableError(PatchError):
+    """The package index cannot be reached."""
+
+
 @contextmanager
 def file_errors_explained() -> Iterator[None]:
     """Turn an OSError (permission, full disk, ...) into a PatchError."""

@@ -22,19 +22,20 @@ _SETTINGS = {
 _FOREIGN = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
 
 
-def attempt(tree: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    """Run git in ``tree``; the caller looks at the exit code."""
+def attempt(tree: Path, *arguments: str, read: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """Run git in ``tree``, with ``read`` on its input; the caller looks at the exit code."""
     inherited = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
     command = ["git", "-C", str(tree), *arguments]
     try:
-        return subprocess.run(command, capture_output=True, env={**inherited, **_SETTINGS})
+        environment = {**inherited, **_SETTINGS}
+        return subprocess.run(command, input=read, capture_output=True, env=environment)
     except FileNotFoundError:
         raise PatchError("export and rebase need git: install it.") from None
 
 
-def git(tree: Path, *arguments: str) -> bytes:
+def git(tree: Path, *arguments: str, read: bytes = b"") -> bytes:
     """Run git in ``tree`` and return what it prints; PatchError with its words if it fails."""
-    run = attempt(tree, *arguments)
+    run = attempt(tree, *arguments, read=read)
     if run.returncode:
         words = (run.stderr.decode(errors="replace") or run.stdout.decode(errors="replace")).strip()
         raise PatchError(f"git says: {words}.")

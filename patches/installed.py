@@ -32,9 +32,14 @@ class Installed:
         return self.record
 
     @property
+    def stated(self) -> str:
+        """The version of the metadata."""
+        return self.version
+
+    @property
     def described(self) -> str:
         """What is installed."""
-        return f"{self.distribution} {self.version} is installed"
+        return f"{self.distribution} {self.version} is installed in {self.site}"
 
     def digest(self, content: bytes) -> str:
         """SHA-256 (hex), as in RECORD."""
@@ -55,7 +60,11 @@ class Installed:
                     hashes[path] = self._hex(path, digest)
         return hashes
 
-    def way_back(self, path: str) -> str:
+    def fault(self, released: str | None) -> str:
+        """RECORD knows every file, so what it does not know was put or edited there."""
+        return "is not part of the release" if released is None else "was edited by someone else"
+
+    def way_back(self, path: str, released: str | None) -> str:
         """Reinstall: pip overwrites neither an edited nor a stray file of the same version."""
         return (
             f"remove it, and run `pip install --force-reinstall --no-deps "
@@ -74,22 +83,30 @@ class Installed:
 
 
 def find_installed(target: Target, site: Path | None = None) -> Installed | None:
-    """Find the target in ``site``, or on this interpreter's path; None if it is not installed.
+    """Find the target in ``site``, or first on this interpreter's path; None if it is not there.
 
     PatchError if it is there without a RECORD (an editable or system package), because then
-    nothing says what its pristine files are.
+    nothing says what its pristine files are, or in two versions, because then nothing says of
+    which one the files are.
     """
     path = sys.path if site is None else [str(site)]
-    found = next(iter(metadata.distributions(name=target.distribution, path=path)), None)
-    if found is None:
+    first = next(iter(metadata.distributions(name=target.distribution, path=path)), None)
+    if first is None:
         return None
-    root = Path(str(found.locate_file("")))
+    root = Path(str(first.locate_file("")))
+    all_here = metadata.distributions(name=target.distribution, path=[str(root)])
+    versions = sorted({each.version for each in all_here})
+    if len(versions) > 1:
+        raise PatchError(
+            f"{root} has {target.distribution} in more than one version ({', '.join(versions)}): "
+            "remove them all and install one."
+        )
     escaped = target.distribution.replace("-", "_")
-    record = root / f"{escaped}-{found.version}.dist-info" / "RECORD"
+    record = root / f"{escaped}-{first.version}.dist-info" / "RECORD"
     if not record.is_file():
         raise PatchError(
-            f"{target.distribution} {found.version} in {root} was not installed from a wheel "
-            f"(it has no RECORD): run `pip install {target.distribution}=={found.version}`, or "
+            f"{target.distribution} {first.version} in {root} was not installed from a wheel "
+            f"(it has no RECORD): run `pip install {target.distribution}=={first.version}`, or "
             "name the source tree with --tree."
         )
-    return Installed(target.distribution, found.version, root, record)
+    return Installed(target.distribution, first.version, root, record)

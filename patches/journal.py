@@ -17,6 +17,11 @@ from pathlib import Path
 
 from patches.errors import PatchError
 
+_AGAIN = (
+    "reinstall the package with `pip install --force-reinstall --no-deps` (in a source tree: "
+    "check its files out again)"
+)
+
 
 @dataclass(frozen=True)
 class FileHashes:
@@ -30,13 +35,15 @@ class FileHashes:
 class Manifest:
     """The digest of an applied series and the hashes of every file that it changes.
 
-    ``version`` is the release that they belong to. A source tree needs it; beside an installed
-    package it may be empty, because RECORD always says what its own release has.
+    ``version`` is the release that the series was made for and ``stated`` the version that the
+    upstream gave itself then, empty if none. They differ where a source tree was taken for a
+    release that has the same files; beside an installed package neither is looked at.
     """
 
     series: str
     files: dict[str, FileHashes]
     version: str
+    stated: str
 
 
 @dataclass(frozen=True)
@@ -56,13 +63,13 @@ class Journal:
         try:
             raw = json.loads((self.directory / "manifest.json").read_bytes())
             files = {path: FileHashes(**hashes) for path, hashes in raw["files"].items()}
-            return Manifest(raw["series"], files, raw.get("version", ""))
+            version, stated = raw.get("version", ""), raw.get("stated", "")
+            return Manifest(raw["series"], files, version, stated)
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise PatchError(
-                f"the manifest in {self.directory} is damaged: remove that directory and "
-                "reinstall the package with `pip install --force-reinstall --no-deps`."
+                f"the manifest in {self.directory} is damaged: remove that directory and {_AGAIN}."
             ) from None
 
     def save(self, manifest: Manifest, pristine: Mapping[str, bytes | None]) -> None:
@@ -83,8 +90,8 @@ class Journal:
             if self.digest(content) == digest:
                 return content
         raise PatchError(
-            f"the saved pristine file {self.directory / digest} is damaged: "
-            "reinstall the package with `pip install --force-reinstall --no-deps`."
+            f"the saved pristine file {self.directory / digest} is damaged: remove "
+            f"{self.directory} and {_AGAIN}."
         )
 
     def remove(self) -> None:

@@ -2,47 +2,42 @@
 
 `verify` compares files. This imports them and looks at the code objects that will run, so a stale
 byte code file, a second copy of the package earlier on the path, or a plugin that replaces a
-function is found as well. Where a hook must be called is read from the patched text itself.
+function is found as well. Which function must call which hook is read from the patched text.
 """
 
-import ast
 import importlib
 import inspect
-import json
-import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from patches.config import select_target
+from patches.errors import PatchError
+from patches.sites import CallSite, hook_sites
+from patches.state import require_upstream
 
-@dataclass(frozen=True, order=True)
-class CallSite:
-    """A hook that ``function`` of the file ``path`` must call.
 
-    ``function`` is a qualified name, a method's with its class, and empty at module level.
+def require_live_hooks(name: str, wanted: Callable[[str], bool] = lambda hook: True) -> None:
+    """Check that what this process imports of target ``name`` calls the wanted hooks.
+
+    Modules that call none of them are not imported, so a process that runs only a part of the
+    upstream wants only its own.
+
+    Raises:
+        PatchError: it is not patched, or something else than the patched function runs; with the
+            command that mends it.
     """
-
-    path: str
-    function: str
-    hook: str
-
-    @property
-    def module(self) -> str:
-        """Dotted name of the module in the file."""
-        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-def call_sites(contents: Mapping[str, bytes], hooks: tuple[str, ...]) -> list[CallSite]:
-    """Find every call ``<name ending in hooks>.<hook>(...)`` in patched files by path."""
-    found = {
-        CallSite(path, function, hook)
-        for path, content in contents.items()
-        for function, hook in _calls(ast.parse(content), "")
-        if hook in hooks
-    }
-    return sorted(found)
+    target = select_target(name)
+    site = require_upstream(target).site
+    for call in hook_sites(target, wanted=wanted):
+        if problem := problem_of(call, site):
+            caller = f"{call.module}.{call.function}".rstrip(".")
+            raise PatchError(
+                f"{caller} does not call our hook {call.hook} ({problem}): run `python -m patches "
+                f"apply {name}`; if it is patched already, remove other copies of the package and "
+                f"plugins that replace the function (`python -m patches doctor {name}` finds them)."
+            )
 
 
 def problem_of(call: CallSite, site: Path) -> str:
@@ -82,30 +77,3 @@ def names_in(code: CodeType) -> set[str]:
     """Every global and attribute that a function and the functions inside it name."""
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
     return set(code.co_names).union(*map(names_in, inner))
-
-
-def _calls(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
-    """Function and hook of every call below ``node``; an inner function counts as its outer one."""
-    for child in ast.iter_child_nodes(node):
-        inside = function
-        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            in_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            inside = function if in_function else f"{function}.{child.name}".lstrip(".")
-        if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute):
-            door = child.func.value
-            if isinstance(door, ast.Name) and door.id.endswith("hooks"):
-                yield function, child.func.attr
-        yield from _calls(child, inside)
-
-
-def main() -> None:
-    """Read the site and the calls as JSON from standard input; print problem by call as JSON."""
-    asked = json.load(sys.stdin)
-    calls = [CallSite(**each) for each in asked["calls"]]
-    found = [asdict(call) | {"problem": problem_of(call, Path(asked["site"]))} for call in calls]
-    # What an upstream prints while it is imported comes before this line.
-    print("\n" + json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -20,6 +20,7 @@ from patches.rebase import Rebase, Stopped, nearest_version
 from patches.release import published_versions
 from patches.report import count_lines
 from patches.series import Series
+from patches.tree import Checkout, site_of
 
 _errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
 
@@ -29,20 +30,29 @@ Name = Annotated[str, typer.Argument(metavar="TARGET")]
 def export(
     name: Name,
     version: Annotated[str, typer.Argument(metavar="VERSION")],
-    tree: Annotated[Path, typer.Option("--tree", help="Git tree with one commit a patch.")],
-    base: Annotated[str, typer.Option("--base", help="Commit with the released files.")],
+    tree: Annotated[
+        Path,
+        typer.Option("--tree", metavar="DIR", help="Clone or scratch tree, one commit a patch."),
+    ],
+    base: Annotated[
+        str, typer.Option("--base", metavar="COMMIT", help="Commit with the released files.")
+    ],
 ) -> None:
-    """Write the commits after BASE as the series of TARGET for VERSION (for maintainers)."""
+    """Write the commits after BASE in a git tree as the series of TARGET for VERSION."""
     with _errors_reported():
-        series = export_series(select_target(name), version, tree, base)
+        target = select_target(name)
+        series = export_series(target, version, site_of(target, Checkout(tree)), base)
         _say_done(name, series)
 
 
 def rebase(
     name: Name,
-    to: Annotated[str | None, typer.Option("--to", metavar="VERSION")] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="VERSION", help="The release to move to.")
+    ] = None,
     all_newer: Annotated[
-        bool, typer.Option("--all-newer", help="One release after the other, up to the newest.")
+        bool,
+        typer.Option("--all-newer", help="Every release after the newest (or --from) series."),
     ] = False,
     go_on: Annotated[
         bool, typer.Option("--continue", help="Take what you made of the conflict and go on.")
@@ -60,7 +70,7 @@ def rebase(
         typer.Option("--work", metavar="DIR", help="Default: out/rebase/TARGET.", file_okay=False),
     ] = None,
 ) -> None:
-    """Move the nearest series to another release of TARGET (for maintainers)."""
+    """Move the nearest series of TARGET to another release, or stop at a conflict."""
     with _errors_reported():
         if [to is not None, all_newer, go_on, abort].count(True) != 1:
             raise PatchError("give one of --to VERSION, --all-newer, --continue and --abort.")
@@ -75,23 +85,31 @@ def rebase(
         elif dry_run:
             with tempfile.TemporaryDirectory() as copy:
                 trial = _copy(target, Path(copy))
-                for version in [to] if to else _newer(trial):
-                    _try(trial, source, version, Path(copy) / "work")
+                for start, version in _moves(trial, to, source):
+                    _try(Rebase.start(trial, start, version, Path(copy) / "work"))
         else:
-            for version in [to] if to else _newer(target):
-                _run(Rebase.start(target, _source(target, source, version), version, place))
+            for start, version in _moves(target, to, source):
+                _run(Rebase.start(target, start, version, place))
 
 
-def _newer(target: Target) -> list[str]:
-    newest = version_key(target.versions()[-1])
-    newer = [each for each in published_versions(target) if version_key(each) > newest]
+def _moves(target: Target, to: str | None, source: str | None) -> Iterator[tuple[str, str]]:
+    """The series to start from and the release to reach, one move after the other."""
+    if to is not None:
+        yield source or nearest_version(target, to), to
+        return
+    for version in _newer(target, source):
+        yield nearest_version(target, version), version
+
+
+def _newer(target: Target, source: str | None) -> list[str]:
+    """The published releases after ``source``, or after the newest series, that have no series."""
+    known = target.versions()
+    start = version_key(source or known[-1])
+    published = published_versions(target)
+    newer = [each for each in published if version_key(each) > start and each not in known]
     if not newer:
-        raise PatchError(f"{target.name} has a series for its newest release.")
+        raise PatchError(f"{target.name} has a series for every release after that one.")
     return newer
-
-
-def _source(target: Target, source: str | None, version: str) -> str:
-    return nearest_version(target, version) if source is None else source
 
 
 def _run(rebase: Rebase) -> None:
@@ -111,9 +129,8 @@ def _run(rebase: Rebase) -> None:
         _errors.print(f"warning: {rebase.progress.version} no longer calls {hook}.")
 
 
-def _try(trial: Target, source: str | None, version: str, work: Path) -> None:
+def _try(rebase: Rebase) -> None:
     """Show what becomes of every patch; PatchError where one conflicts."""
-    rebase = Rebase.start(trial, _source(trial, source, version), version, work)
     while (stopped := rebase.carry_on()) is not None:
         typer.echo(stopped.report.read_text("utf-8"))
         rebase.skip(stopped)
@@ -123,8 +140,9 @@ def _try(trial: Target, source: str | None, version: str, work: Path) -> None:
     _print_table(rebase, None)
     if conflicts:
         raise PatchError(
-            f"{conflicts} patches do not merge with {trial.name} {version}: run rebase without "
-            "--dry-run to solve them."
+            f"{conflicts} of {len(rebase.progress.outcomes)} patches do not merge with "
+            f"{rebase.target.name} {rebase.progress.version}: run rebase without --dry-run to "
+            "solve them."
         )
 
 

@@ -39,8 +39,8 @@ def nearest_version(target: Target, version: str) -> str:
     versions, wanted = target.versions(), version_key(version)
     if version in versions:
         raise PatchError(
-            f"{target.name} {version} has a series already: remove {target.series_dir / version} "
-            "to make it anew."
+            f"{target.name} {version} has a series already: name the series to make it anew from "
+            "with --from."
         )
     older = [each for each in versions if version_key(each) < wanted]
     newer = [each for each in versions if version_key(each) > wanted]

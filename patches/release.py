@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from patches.config import Target, version_key
-from patches.errors import PatchError
+from patches.errors import PatchError, UnreachableError
 from patches.hashes import sha256
 from patches.tree import LAYOUTS
 
@@ -26,24 +26,40 @@ def published_versions(target: Target) -> list[str]:
     return sorted(listed[1].split(", "), key=version_key)
 
 
-def download(target: Target, version: str, into: Path) -> Path:
+def download(target: Target, version: str, into: Path, *, recorded: bool = False) -> Path:
     """Download one release, a wheel or else the sources, and return the file.
 
-    Only its text is of interest, so it need not fit this interpreter. PatchError if pip cannot get
-    it or if it is not the file that ``config.json`` has the hash of.
+    It is the one that fits this interpreter, or, with ``recorded``, the very one that
+    ``config.json`` names for a release that is there: for its text any will do. PatchError if pip
+    cannot get it or if it has another hash than ``config.json`` says.
     """
     into.mkdir(parents=True, exist_ok=True)
+    known = target.releases.get(version)
     wanted = f"{target.distribution}=={version}"
     options = ("--no-deps", "--ignore-requires-python", "--quiet", "--dest", str(into))
-    _pip("download", *options, wanted)
+    only = _this_wheel(known.file) if known and recorded else ()
+    _pip("download", *options, *only, wanted)
     (file,) = into.iterdir()
-    known = target.releases.get(version)
-    if known and known.file == file.name and known.sha256 != sha256(file.read_bytes()):
+    checked = known if known and (recorded or known.file == file.name) else None
+    if checked and checked.sha256 != sha256(file.read_bytes()):
         raise PatchError(
-            f"{file.name} from the package index is not the file with the hash in config.json: "
-            "find out which of the two is right."
+            f"{file.name} from the package index is not the file with the hash in config.json, "
+            f"{checked.file}: find out which of the two is right."
         )
     return file
+
+
+def _this_wheel(name: str) -> Iterator[str]:
+    """Options that make pip choose the wheel ``name``, whatever interpreter and machine this is."""
+    if not name.endswith(".whl"):
+        return
+    python, abi, platforms = name.removesuffix(".whl").split("-")[-3:]
+    yield "--only-binary=:all:"
+    version = re.fullmatch(r"(?:cp|py)(\d)(\d*)", python.partition(".")[0])
+    if version is not None and abi != "none":
+        yield from ("--implementation=cp", f"--python-version={version[1]}.{version[2]}")
+    yield f"--abi={abi}"
+    yield from (f"--platform={platform}" for platform in platforms.split("."))
 
 
 def python_files(archive: Path, package: str) -> Iterator[tuple[str, bytes]]:
@@ -82,6 +98,11 @@ def _sources(archive: Path, wanted: re.Pattern[str]) -> Iterator[tuple[str, byte
 
 def _pip(*arguments: str) -> str:
     run = subprocess.run([*_PIP, *arguments], capture_output=True, text=True)
+    if run.returncode and "connection broken by" in run.stderr:
+        raise UnreachableError(
+            "pip cannot reach its package index: check the network, or set PIP_INDEX_URL or "
+            "PIP_FIND_LINKS to one that can be reached."
+        )
     if run.returncode:
         words = (run.stderr.strip() or run.stdout.strip()).splitlines()
         raise PatchError(f"pip says: {words[-1] if words else 'nothing'}.")

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from patches.config import Target
 from patches.errors import NotInstalledError, PatchError, file_errors_explained
+from patches.patchfile import GROUPS
 from patches.state import State, Where, inspect, require_upstream, series_for
 
 
@@ -59,4 +60,4 @@ def _report_found(target: Target, where: Where) -> Report:
 
 def count_lines(edited: dict[str, int]) -> str:
     """Edited lines by group as one phrase."""
-    return ", ".join(f"{count} {group}" for group, count in sorted(edited.items())) or "-"
+    return ", ".join(f"{edited[group]} {group}" for group in GROUPS if group in edited) or "-"

@@ -13,20 +13,24 @@ from patches.hashes import sha256
 from patches.series_files import series_files
 
 OLD, BASE = "old-release", "base"
+# The tree lives for minutes: packing it well would take longer than everything else.
+_IMPORT = ("-c", "core.compression=0", "fast-import", "--quiet", "--depth=0")
+_IMPORTER = b"committer The sglang-trace authors <sglang-trace@localhost> 0 +0000\n"
 
 
 def make_tree(target: Target, source: str, version: str, tree: Path, downloads: Path) -> Release:
     """Make the tree from the releases ``source``, with its series, and ``version``; return that."""
     files = [str(file.resolve()) for file in series_files(target, source).values()]
     tree.mkdir(parents=True)
-    git(tree, "init", "--quiet", "--initial-branch=old")
+    git(tree, "init", "--quiet")
     git(tree, "config", "gc.auto", "0")
-    _commit_release(target, source, tree, downloads / source)
-    git(tree, "tag", OLD)
+    _import_release(target, source, tree, downloads / source, "old")
+    archive = _import_release(target, version, tree, downloads / version, "new", parent="old")
+    git(tree, "tag", OLD, "old")
+    git(tree, "tag", BASE, "new")
+    git(tree, "checkout", "--quiet", "old")
     git(tree, "am", "--quiet", "--keep-cr", *files)
-    git(tree, "checkout", "--quiet", "-b", "new", OLD)
-    archive = _commit_release(target, version, tree, downloads / version)
-    git(tree, "tag", BASE)
+    git(tree, "checkout", "--quiet", "new")
     return Release(archive.name, sha256(archive.read_bytes()))
 
 
@@ -35,15 +39,20 @@ def patch_commits(tree: Path) -> list[str]:
     return git_lines(tree, "rev-list", "--reverse", f"{OLD}..old")
 
 
-def _commit_release(target: Target, version: str, tree: Path, downloads: Path) -> Path:
-    """Make the files of a release all that is in the tree; return the downloaded file."""
-    archive = release.download(target, version, downloads)
-    git(tree, "rm", "-r", "--quiet", "--ignore-unmatch", ".")
+def _import_release(
+    target: Target, version: str, tree: Path, downloads: Path, branch: str, parent: str = ""
+) -> Path:
+    """Make a branch of one commit with the files of a release; return the downloaded file."""
+    archive = release.download(target, version, downloads, recorded=True)
+    message = f"{target.distribution} {version} as released".encode()
+    stream = [b"commit refs/heads/%s\n" % branch.encode(), _IMPORTER, _data(message)]
+    if parent:
+        stream.append(b"from refs/heads/%s\ndeleteall\n" % parent.encode())
     for path, content in release.python_files(archive, target.package):
-        file = tree / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
-    git(tree, "add", "--all", "--force")
-    message = f"{target.distribution} {version} as released"
-    git(tree, "commit", "--quiet", "--allow-empty", "--message", message)
+        stream += [b"M 100644 inline %s\n" % path.encode(), _data(content)]
+    git(tree, *_IMPORT, read=b"".join(stream))
     return archive
+
+
+def _data(content: bytes) -> bytes:
+    return b"data %d\n%s\n" % (len(content), content)

@@ -63,12 +63,6 @@ class Series:
 
 def load_series(target: Target, version: str) -> Series:
     """Read the series of ``target`` for ``version``; PatchError if there is none or it is bad."""
-    directory = target.series_dir / version
-    if not (directory / "series").is_file():
-        raise PatchError(
-            f"{target.name} {version} has no series; there is one for: "
-            f"{', '.join(target.versions()) or 'no version'}."
-        )
     patches: list[Patch] = []
     digest = hashlib.sha256(version.encode())
     for name, file in series_files(target, version).items():

@@ -16,8 +16,16 @@ _LINE = re.compile(r"(\.\./\w[\w.+-]*/)?\w[\w.-]*\.patch")
 
 
 def series_files(target: Target, version: str) -> dict[str, Path]:
-    """The file of every patch by its name, in the order of application."""
+    """The file of every patch by its name, in the order of application.
+
+    PatchError if there is no series for ``version`` or its order is no order.
+    """
     directory = target.series_dir / version
+    if not (directory / "series").is_file():
+        raise PatchError(
+            f"{target.name} {version} has no series; there is one for: "
+            f"{', '.join(target.versions()) or 'no version'}."
+        )
     lines = _read_order(directory)
     names = [line.rpartition("/")[2] for line in lines]
     twice = [name for name, count in Counter(names).items() if count > 1]

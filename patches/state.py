@@ -8,6 +8,7 @@ from pathlib import Path
 from patches.config import ROOT, Target, select_target
 from patches.errors import NotInstalledError, PatchError, file_errors_explained
 from patches.hashes import git_blob
+from patches.imported import imported_from
 from patches.installed import find_installed
 from patches.journal import FileHashes, Journal, Manifest
 from patches.series import Series, load_series
@@ -15,7 +16,7 @@ from patches.tree import Checkout, find_tree, site_of
 from patches.upstream import Upstream
 
 Where = Path | Checkout | None
-"""A site-packages directory, a source tree, or (None) where this interpreter finds the target."""
+"""A site-packages directory, a source tree, or (None) what Python would import."""
 
 
 class State(StrEnum):
@@ -91,7 +92,7 @@ class Inspection:
                 others = f" and {len(self.faults) - 1} more files" if len(self.faults) > 1 else ""
                 return (
                     f"{self.upstream.site / path} {problem}{others}: save what you need of it, "
-                    f"{self.upstream.way_back(path)}, then {apply}."
+                    f"{self.upstream.way_back(path, self.released[path])}, then {apply}."
                 )
             case State.UNSUPPORTED:
                 versions = self.target.versions()
@@ -116,15 +117,20 @@ def _journal_directory(target: Target, site: Path) -> Path:
 
 
 def require_upstream(target: Target, where: Where = None) -> Upstream:
-    """Find the target; NotInstalledError with the command that installs it if it is not there."""
-    if isinstance(where, Checkout):
-        directory = _journal_directory(target, site_of(target, where))
-        return find_tree(target, where, Journal(directory, git_blob))
-    installed = find_installed(target, where)
+    """Find the target; NotInstalledError with the command that installs it if it is not there.
+
+    Without ``where`` it is the copy that Python would import: an overlay or a source tree that
+    comes before site-packages on the path is found first.
+    """
+    place = imported_from(target) if where is None else where
+    if isinstance(place, Checkout):
+        directory = _journal_directory(target, site_of(target, place))
+        return find_tree(target, place, Journal(directory, git_blob))
+    installed = find_installed(target, place)
     if installed is None:
-        place = "" if where is None else f" in {where}"
+        there = "" if where is None else f" in {where}"
         raise NotInstalledError(
-            f"{target.distribution} is not installed{place}: "
+            f"{target.distribution} is not installed{there}: "
             f"run `{target.install_command()}`, then `python -m patches apply {target.name}`."
         )
     return installed
@@ -155,16 +161,10 @@ def inspect(target: Target, upstream: Upstream, series: Series | None) -> Inspec
         if path in reversible and found == reversible[path].patched:
             patched.append(path)
         elif found != digest:
-            faults[path] = _fault(found, digest)
+            faults[path] = "is missing" if found is None else upstream.fault(digest)
     return Inspection(
         target, upstream, series, manifest, released, reversible, tuple(patched), faults
     )
-
-
-def _fault(found: str | None, released: str | None) -> str:
-    if found is None:
-        return "is missing"
-    return "is not part of the release" if released is None else "was edited by someone else"
 
 
 def verify_target(name: str, *, site: Where = None, root: Path = ROOT) -> None:

@@ -14,7 +14,7 @@ from patches.config import Target
 from patches.errors import NotInstalledError, PatchError
 from patches.hashes import git_blob
 from patches.journal import Journal, Manifest
-from patches.series import Series
+from patches.series import Series, load_series
 from patches.upstream import read_or_none
 
 LAYOUTS = (".", "python")
@@ -34,10 +34,16 @@ class Checkout:
 
 @dataclass(frozen=True)
 class SourceTree:
-    """A release of ``distribution`` in a source tree. ``options`` lead the commands to it."""
+    """A release of ``distribution`` in a source tree. ``options`` lead the commands to it.
+
+    ``stated`` is the version that its files say, empty if none. ``fits`` are the versions whose
+    series fit it, looked for only if ``version`` has no series.
+    """
 
     distribution: str
     version: str
+    stated: str
+    fits: tuple[str, ...]
     site: Path
     lock: Path
     options: str
@@ -60,51 +66,67 @@ class SourceTree:
     ) -> dict[str, str | None]:
         """Git's names from the series; for a file that it does not edit, from the manifest.
 
-        A manifest of another release says nothing about this one: the user has checked out
-        another version over a patched tree, and a file that we do not patch is taken as it is.
+        A manifest of another release counts only for the files that are as we left them: the user
+        has checked out another version over a patched tree, and the rest is taken as it is.
         """
         edited = {} if series is None else series.pre_images
+        recorded = {} if manifest is None else manifest.files
         same_release = manifest is not None and manifest.version == self.version
-        recorded = manifest.files if manifest is not None and same_release else {}
         hashes: dict[str, str | None] = {}
         for path in paths:
+            found = _blob_of(self.site / path)
             if path in edited:
                 hashes[path] = edited[path]
-            elif path in recorded:
+            elif path in recorded and (same_release or found == recorded[path].patched):
                 hashes[path] = recorded[path].pristine
             else:
-                content = self.current(path)
-                hashes[path] = None if content is None else git_blob(content)
+                hashes[path] = found
         return hashes
 
-    def way_back(self, path: str) -> str:
-        """Check the file out again."""
-        return (
-            f"bring back what {self.distribution} {self.version} has there "
-            f"(`git -C {self.site} checkout v{self.version} -- {path}` in a clone)"
-        )
+    def fault(self, released: str | None) -> str:
+        """An edit, or the tree is at another commit than the release: a tree cannot tell."""
+        release = f"{self.distribution} {self.version}"
+        return f"is not in {release}" if released is None else f"is not as in {release}"
+
+    def way_back(self, path: str, released: str | None) -> str:
+        """By content, because tags are named in many ways; or by the release's commit."""
+        if released is None:
+            return "remove it"
+        file = f"`git -C {self.site} cat-file blob {released} > {self.site / path}`"
+        return f"check out the commit of that release or only this file ({file})"
 
     def way_to(self, version: str) -> str:
-        """Check that version out."""
-        return f"check out version {version}"
+        """Take the tree for the release whose files it has, or check that version out."""
+        if not self.fits:
+            return f"check out version {version}"
+        return (
+            f"add `--version {self.fits[-1]}`, because the tree has the files of that release "
+            f"wherever its series edits them, or check out version {version}"
+        )
 
 
 def find_tree(target: Target, checkout: Checkout, journal: Journal) -> SourceTree:
     """Find the package in a tree and its version.
 
+    The version is the one that the user gives, or the one that an apply has taken the tree for, or
+    the one that its files say, or, if they say none, that of the only series that fits.
     NotInstalledError if the tree has no such package, PatchError if its version cannot be told.
     """
     site = site_of(target, checkout)
     files = [site / name for name in target.version_files if (site / name).is_file()]
-    version = checkout.version or _read_version(files) or _patched_version(journal)
-    if version is None:
+    stated = _read_version(files)
+    version = checkout.version or _applied_version(journal, stated) or stated
+    fits = () if version in target.versions() else _fitting_versions(target, site)
+    if not version and len(fits) == 1:
+        version = fits[0]
+    if not version:
         raise PatchError(
             f"{checkout.path} does not say which version of {target.name} it has: add "
-            f"--version with one of {', '.join(target.versions())}."
+            f"--version with one of {', '.join(fits or target.versions())}."
         )
     named = "" if checkout.version is None else f" --version {version}"
     options = f" --tree {checkout.path}{named}"
-    return SourceTree(target.distribution, version, site, files[0], options)
+    return SourceTree(target.distribution, version, stated, fits, site, files[0], options)
 
 
 def site_of(target: Target, checkout: Checkout) -> Path:
@@ -119,8 +141,8 @@ def site_of(target: Target, checkout: Checkout) -> Path:
     )
 
 
-def _read_version(files: list[Path]) -> str | None:
-    """The version that is written out in one of the files, None if it is computed when imported."""
+def _read_version(files: list[Path]) -> str:
+    """The version that is written out in one of the files; empty if it is computed on import."""
     for file in files:
         text = file.read_text("utf-8")
         if found := _VERSION.search(text):
@@ -129,9 +151,27 @@ def _read_version(files: list[Path]) -> str | None:
         suffix = re.search(r"""^PRE_RELEASE = ["'](\w*)["']""", text, re.MULTILINE)
         if all(parts) and suffix:
             return ".".join(part[1] for part in parts if part) + suffix[1]
-    return None
+    return ""
 
 
-def _patched_version(journal: Journal) -> str | None:
+def _applied_version(journal: Journal, stated: str) -> str:
+    """The release that an apply has taken the tree for, unless it has another version by now."""
     manifest = journal.load()
-    return None if manifest is None else manifest.version or None
+    return manifest.version if manifest is not None and manifest.stated == stated else ""
+
+
+def _fitting_versions(target: Target, site: Path) -> tuple[str, ...]:
+    """The versions whose series finds in the tree exactly the files that it was made for."""
+    return tuple(
+        version
+        for version in target.versions()
+        if all(
+            _blob_of(site / path) == blob
+            for path, blob in load_series(target, version).pre_images.items()
+        )
+    )
+
+
+def _blob_of(file: Path) -> str | None:
+    content = read_or_none(file)
+    return None if content is None else git_blob(content)

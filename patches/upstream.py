@@ -20,6 +20,10 @@ class Upstream(Protocol):
         """Version of the release."""
 
     @property
+    def stated(self) -> str:
+        """The version that the upstream gives itself, empty if it does not say."""
+
+    @property
     def site(self) -> Path:
         """Directory with the package's top directory in it."""
 
@@ -46,7 +50,10 @@ class Upstream(Protocol):
     ) -> dict[str, str | None]:
         """Hash that the release has for each path; None for a file it does not have."""
 
-    def way_back(self, path: str) -> str:
+    def fault(self, released: str | None) -> str:
+        """Half a sentence: what a file is that is neither ``released`` (a hash) nor patched."""
+
+    def way_back(self, path: str, released: str | None) -> str:
         """Half a sentence: how the user gets the released content of ``path`` again."""
 
     def way_to(self, version: str) -> str:

@@ -1,4 +1,4 @@
-"""Tiny packages, installed the way pip leaves them, and tiny series for them."""
+"""Tiny packages, installed the way pip leaves them, and tiny series for them; real releases."""
 
 import base64
 import difflib
@@ -6,13 +6,18 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+import shutil
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
+from patches import release
 from patches.config import Target, load_targets
+from patches.errors import UnreachableError
 from patches.hashes import git_blob
 
 DEMO = {
@@ -36,6 +41,76 @@ PATCHED = {
     "demo/core/model.py": RELEASED["demo/core/model.py"].replace(b"two\n", b"2\n"),
     "demo/core/added/new.py": b"ADDED = 1\n",
 }
+
+
+MEMORY, ROOM_BYTES = Path("/dev/shm"), 2 << 30
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """pytest's, in memory where there is room for it.
+
+    The tool waits for the disk after every file. That matters when the power goes and cannot be
+    seen here; a killed process leaves the same files behind on either.
+    """
+    roomy = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM_BYTES
+    with TemporaryDirectory(dir=MEMORY if roomy else None) as directory:
+        yield Path(directory).resolve()
+
+
+@pytest.fixture(scope="session")
+def released(tmp_path_factory) -> Callable[[Target, str], Path]:
+    """Get the published file of a release from pip's index, once a session.
+
+    All of them lie in one directory, which pip can use as its index.
+    """
+    directory = tmp_path_factory.mktemp("releases")
+    files: dict[tuple[str, str], Path] = {}
+
+    def get(target: Target, version: str) -> Path:
+        if (target.name, version) not in files:
+            with TemporaryDirectory(dir=directory) as fresh:
+                try:
+                    file = release.download(target, version, Path(fresh), recorded=True)
+                except UnreachableError as error:
+                    pytest.skip(str(error))
+                files[target.name, version] = file.rename(directory / file.name)
+        return files[target.name, version]
+
+    return get
+
+
+def make_wheel(directory: Path, name: str, version: str, files: dict[str, bytes]) -> Path:
+    """Write a wheel that pip installs."""
+    info = f"{name}-{version}.dist-info"
+    facts = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    lines = [
+        f"{path},sha256={urlsafe_sha256(content)},{len(content)}\n"
+        for path, content in (files | facts).items()
+    ]
+    facts[f"{info}/RECORD"] = f"{''.join(lines)}{info}/RECORD,,\n".encode()
+    directory.mkdir(parents=True, exist_ok=True)
+    wheel = directory / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path, content in (files | facts).items():
+            archive.writestr(path, content)
+    return wheel
+
+
+def read_wheel(wheel: Path, paths: Iterable[str]) -> dict[str, bytes]:
+    """The content of those of the paths that the wheel has."""
+    with zipfile.ZipFile(wheel) as archive:
+        there = set(archive.namelist())
+        return {path: archive.read(path) for path in paths if path in there}
+
+
+def urlsafe_sha256(content: bytes) -> str:
+    """As RECORD has it."""
+    digest = hashlib.sha256(content).digest()
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
 def _text_lines(content: bytes) -> list[str]:
@@ -90,8 +165,7 @@ class World:
         for path, content in self.released.items():
             (self.site / path).parent.mkdir(parents=True, exist_ok=True)
             (self.site / path).write_bytes(content)
-            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode()
-            record.append(f"{path},sha256={digest.rstrip('=')},{len(content)}\n")
+            record.append(f"{path},sha256={urlsafe_sha256(content)},{len(content)}\n")
         (info / "METADATA").write_text(f"Name: demo\nVersion: {self.version}\n")
         (info / "RECORD").write_text("".join(record) + f"{info.name}/RECORD,,\n")
 
@@ -159,6 +233,16 @@ def unified_fixture() -> Callable[[str, bytes | None, bytes], bytes]:
 @pytest.fixture(scope="session", name="patch_file")
 def patch_file_fixture() -> Callable[..., bytes]:
     return patch_file
+
+
+@pytest.fixture(scope="session", name="make_wheel")
+def make_wheel_fixture() -> Callable[[Path, str, str, dict[str, bytes]], Path]:
+    return make_wheel
+
+
+@pytest.fixture(scope="session", name="read_wheel")
+def read_wheel_fixture() -> Callable[[Path, Iterable[str]], dict[str, bytes]]:
+    return read_wheel
 
 
 @pytest.fixture(scope="session", name="make_world")

@@ -31,7 +31,7 @@ def absent_target(world):
     (world.root / "ghost" / "2.0" / "series").touch()
 
 
-def test_the_commands_say_what_they_did_and_exit_with_0(run):
+def test_the_commands_say_what_they_did_and_where_and_exit_with_0(run, world):
     steps = [
         ("apply", "demo patched"),
         ("apply", "demo is patched already"),
@@ -41,7 +41,7 @@ def test_the_commands_say_what_they_did_and_exit_with_0(run):
     ]
     for command, sentence in steps:
         result = run(command)
-        assert (result.exit_code, result.stdout.strip()) == (0, sentence)
+        assert (result.exit_code, result.stdout) == (0, f"{sentence} in {world.site}\n")
 
 
 def test_verify_exits_with_1_and_one_sentence_when_unpatched(run):
@@ -104,7 +104,7 @@ def test_status_as_a_table_shows_state_lines_and_the_file_at_fault(run, world):
     (world.site / "demo/core/model.py").unlink()
     result = run("status")
     assert result.exit_code == 0
-    for text in ("demo", "1.2.0", "foreign edits", "3 cpu, 2 hooks"):
+    for text in ("demo", "1.2.0", "foreign edits", "2 hooks, 3 cpu"):
         assert text in result.stdout
     assert "demo: demo/core/model.py is missing" in result.stdout
 

@@ -11,7 +11,6 @@ from typer.testing import CliRunner, Result
 
 from patches import cli, edit
 from patches.config import ROOT, load_targets, select_target
-from patches.live import CallSite, call_sites
 
 INIT, ENGINE = "demo/core/__init__.py", "demo/core/engine.py"
 DOOR = "import types\ndoor_hooks = types.SimpleNamespace(on_load=print, on_run=print)\n"
@@ -87,6 +86,25 @@ def test_a_copy_earlier_on_the_path_is_found(doctor, world, tmp_path):
     assert "remove other copies from the path" in result.stdout
 
 
+def contract(world, text: str) -> None:
+    """What the door's side uses of the package, in the module beside the door."""
+    imports = "from patches.attributes import Attributes\nfrom patches.signatures import Call\n"
+    (world.root.parent / "upstream.py").write_text(f"{imports}USES = ({text},)\n")
+
+
+def test_what_our_code_uses_of_the_package_is_checked(doctor, world):
+    edit.apply(world.target, world.site)
+    contract(world, "Call('demo.core.engine:Engine.run(self)')")
+    assert "as our code needs it: 1 " in doctor().stdout
+    contract(world, "Attributes('demo.core.engine:Engine', ('runs',), since='1.2')")
+    result = doctor()
+    assert result.exit_code == 1
+    assert "UNLIKE  we use runs of demo.core.engine:Engine" in result.stdout
+    assert "live  on_run" in result.stdout
+    contract(world, "Attributes('demo.core.engine:Engine', ('runs',), since='1.3')")
+    assert doctor().exit_code == 0
+
+
 @pytest.mark.parametrize("statement", ["raise OSError('no driver')", "import os; os._exit(3)"])
 def test_a_package_that_cannot_be_imported_is_said(doctor, world, statement):
     edit.apply(world.target, world.site)
@@ -106,25 +124,6 @@ def test_the_combination_is_told_from_the_configuration(doctor, world):
     (found,) = json.loads(doctor("--json").stdout)
     assert (found["tested"], found["combination_tested"]) == (tested, False)
     assert ": not tested with this release" in doctor().stdout
-
-
-def test_calls_are_found_at_module_level_in_methods_and_in_inner_functions():
-    text = (
-        b"trace_hooks.a()\nother.a()\nclass C:\n  x = trace_hooks.b()\n"
-        b"  def m(self):\n    def inner():\n      trace_hooks.c(trace_hooks.a())\n"
-        b"    return inner\nasync def f(y=trace_hooks.d()): trace_hooks.e()\n"
-    )
-    found = call_sites({"demo/m.py": text}, ("a", "b", "c", "d"))
-    assert [(call.function, call.hook) for call in found] == [
-        ("", "a"), ("C", "b"), ("C.m", "a"), ("C.m", "c"), ("f", "d"),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("path", "module"), [("a/b.py", "a.b"), ("a/__init__.py", "a"), ("a/b/__init__.py", "a.b")]
-)
-def test_the_module_of_a_file(path, module):
-    assert CallSite(path, "", "hook").module == module
 
 
 @pytest.mark.parametrize("target", load_targets().values(), ids=lambda target: target.name)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,10 @@ import pytest
 from patches import edit, verify_target
 from patches.report import report
 from patches.state import State
+from patches.tree import Checkout
 
 MENDABLE = {State.PRISTINE, State.PATCHED, State.OUTDATED, State.INTERRUPTED}
+MOST_EVENTS = 1000
 FILE_EVENTS = ("open", "os.", "shutil.", "fcntl.")
 
 LOOP = """
@@ -55,17 +58,17 @@ def killed_before_file_event(number: int, act: Callable[[], object]) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def mend_and_compare(world, pristine, by_apply: bool) -> State:
+def mend_and_compare(world, where: Path | Checkout, pristine, by_apply: bool) -> State:
     """Mend with one of the two commands, check the result, and return the state that was found."""
-    found = report(world.target, world.site)
+    found = report(world.target, where)
     assert found.state in MENDABLE, found
     if found.state is State.INTERRUPTED:
         assert "python -m patches revert demo" in found.remedy
     if by_apply:
-        edit.apply(world.target, world.site)
-        verify_target("demo", site=world.site, root=world.root)
+        edit.apply(world.target, where)
+        verify_target("demo", site=where, root=world.root)
         assert world.holds(world.patched)
-    edit.revert(world.target, world.site)
+    edit.revert(world.target, where)
     assert world.tree() == pristine
     return State(found.state)
 
@@ -74,28 +77,41 @@ def mend_and_compare(world, pristine, by_apply: bool) -> State:
 @pytest.mark.parametrize("start", ["pristine", "other series", "patched"])
 def test_a_kill_before_every_single_file_operation_is_mended(world, second_series, start, by_apply):
     pristine = world.tree()
-    series = {p.stem: p.read_bytes() for p in world.series_dir.glob("*.patch")}
+    series = {p.stem: p.read_bytes() for p in sorted(world.series_dir.glob("*.patch"))}
     act = edit.revert if start == "patched" else edit.apply
     seen = set()
-    number = 0
-    while True:
-        number += 1
+    for number in range(1, MOST_EVENTS):
         if start != "pristine":
             world.write_series(**(second_series if start == "other series" else series))
             edit.apply(world.target, world.site)
             world.write_series(**series)
         killed = killed_before_file_event(number, lambda: act(world.target, world.site))
-        seen.add(mend_and_compare(world, pristine, by_apply))
+        seen.add(mend_and_compare(world, world.site, pristine, by_apply))
         if not killed:
             break
-    assert number > 30
+    assert 30 < number < MOST_EVENTS - 1
+    assert State.INTERRUPTED in seen
+
+
+@pytest.mark.parametrize("by_apply", [False, True], ids=["mend by revert", "mend by apply"])
+def test_a_kill_before_every_single_file_operation_in_a_source_tree_is_mended(world, by_apply):
+    shutil.rmtree(next(world.site.glob("*.dist-info")))
+    pristine, tree = world.tree(), Checkout(world.site)
+    seen = set()
+    for number in range(1, MOST_EVENTS):
+        killed = killed_before_file_event(number, lambda: edit.apply(world.target, tree))
+        seen.add(mend_and_compare(world, tree, pristine, by_apply))
+        if not killed:
+            break
+    assert 30 < number < MOST_EVENTS - 1
     assert State.INTERRUPTED in seen
 
 
 def test_a_kill_at_a_random_moment_is_mended(world):
     pristine = world.tree()
     moments = random.Random(20)
-    command = [sys.executable, "-c", LOOP, str(world.root), str(world.site)]
+    # Without site-packages (-S) Python starts in half the time.
+    command = [sys.executable, "-S", "-c", LOOP, str(world.root), str(world.site)]
     repository = Path(edit.__file__).parents[1]
     seen = []
     for run in range(50):
@@ -106,5 +122,5 @@ def test_a_kill_at_a_random_moment_is_mended(world):
             time.sleep(moments.uniform(0, 0.05))
             victim.kill()
             assert victim.wait() == -signal.SIGKILL
-        seen.append(mend_and_compare(world, pristine, by_apply=run % 2 == 0))
+        seen.append(mend_and_compare(world, world.site, pristine, by_apply=run % 2 == 0))
     assert State.INTERRUPTED in seen

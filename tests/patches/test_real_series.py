@@ -1,10 +1,11 @@
-"""Every series in the repository, against the real package it was made for."""
+"""Every series in the repository, against the real release it was made for."""
 
 import ast
 import os
 import re
 import shutil
 import subprocess
+import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,10 @@ from patches import edit, verify_target
 from patches.config import ROOT, Target, load_targets
 from patches.export import export_series, file_name
 from patches.hashes import git_blob, sha256
-from patches.installed import Installed, find_installed
+from patches.report import report
 from patches.series import Series, load_series
 from patches.series_files import series_files
-from patches.state import inspect
+from patches.upstream import read_or_none
 
 SERIES = [
     pytest.param(target, version, id=f"{target.name}-{version}")
@@ -35,31 +36,21 @@ def series(target: Target, version: str) -> Series:
 
 
 @pytest.fixture
-def installed(target: Target, version: str) -> Installed:
-    installed = find_installed(target)
-    if installed is None or installed.version != version:
-        pytest.skip(f"{target.name} {version} is not installed")
-    return installed
+def site(target: Target, version: str, series: Series, tmp_path, released) -> Path:
+    """A site-packages directory with the files of the series and the metadata of the release.
 
-
-@pytest.fixture
-def pristine(target: Target, installed: Installed, series: Series) -> dict[str, bytes | None]:
-    """What the release has, whether or not the environment is patched right now."""
-    found = inspect(target, installed, series)
-    assert not found.faults
-    return found.pristine_content(series.paths)
-
-
-@pytest.fixture
-def site(installed: Installed, pristine: dict[str, bytes | None], tmp_path: Path) -> Path:
-    """A site-packages directory with the pristine files of the series and the real dist-info."""
-    info = installed.record.parent
-    shutil.copytree(info, tmp_path / "site" / info.name)
-    for path, content in pristine.items():
-        if content is not None:
-            (tmp_path / "site" / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / "site" / path).write_bytes(content)
+    They come from the published file, whose hash is that of config.json.
+    """
+    with zipfile.ZipFile(released(target, version)) as wheel:
+        wanted = set(series.paths)
+        names = [n for n in wheel.namelist() if n in wanted or ".dist-info/" in n]
+        wheel.extractall(tmp_path / "site", names)
     return tmp_path / "site"
+
+
+@pytest.fixture
+def pristine(series: Series, site: Path) -> dict[str, bytes | None]:
+    return {path: read_or_none(site / path) for path in series.paths}
 
 
 def files(directory: Path) -> dict[str, str]:
@@ -97,6 +88,16 @@ def test_every_hook_is_a_public_function_of_the_one_door(target, version, series
 @pytest.mark.parametrize(("target", "version"), SERIES)
 def test_hook_patches_stay_within_the_line_limit(target, version, series):
     assert 0 < series.edited_lines()["hooks"] <= LINE_LIMIT
+
+
+@pytest.mark.parametrize(("target", "version"), SERIES)
+def test_status_counts_the_edited_lines_of_both_groups(target, version, series, site):
+    counted = dict.fromkeys(("hooks", "cpu"), 0)
+    for patch in series.patches:
+        text = series_files(target, version)[patch.name].read_text("utf-8")
+        edits = re.findall(r"^(?:\+(?!\+\+ b/)|-(?!-- (?:a/|/dev/null)|--?$))", text, re.MULTILINE)
+        counted[patch.group] += len(edits)
+    assert report(target, site).edited_lines == {k: n for k, n in counted.items() if n}
 
 
 @pytest.mark.parametrize(("target", "version"), SERIES)

@@ -35,7 +35,7 @@ def index(tmp_path, monkeypatch) -> Path:
     index = tmp_path / "index"
     index.mkdir()
 
-    def download(_target, version: str, into: Path) -> Path:
+    def download(_target, version: str, into: Path, **_) -> Path:
         into.mkdir(parents=True)
         return Path(shutil.copy(index / f"demo-{version}-py3-none-any.whl", into))
 
@@ -243,6 +243,17 @@ def test_all_newer_walks_up_to_the_release_where_the_series_breaks(world, index,
 
 
 @pytest.mark.usefixtures("releases")
+def test_all_newer_from_an_older_series_fills_the_gap_alone(world, index, rebase):
+    for version in ("1.3.0", "1.4.0", "1.5.0"):
+        publish(index, version, engine=NEWS + OLD[ENGINE])
+    assert rebase("--to", "1.4.0").exit_code == 0
+    assert rebase("--all-newer", "--from", "1.2.0").exit_code == 0
+    every = ["1.2.0", "1.3.0", "1.4.0", "1.5.0"]
+    assert load_targets(world.root)["demo"].versions() == every
+    assert "has a series for every release after" in rebase("--all-newer").stderr
+
+
+@pytest.mark.usefixtures("releases")
 def test_a_rebase_under_way_is_not_run_over_and_can_be_aborted(world, index, rebase, work):
     publish(index, "1.3.0", engine=CHANGED)
     before = files(world.root)
@@ -307,6 +318,10 @@ def test_what_makes_no_sense_is_refused_in_one_sentence(rebase, monkeypatch):
     for arguments in ((), ("--to", "1.3.0", "--all-newer"), ("--continue", "--abort")):
         assert "give one of --to VERSION" in rebase(*arguments).stderr
     assert "1.2.0 has a series already" in rebase("--to", "1.2.0").stderr
+    assert (
+        "9.9 has no series; there is one for: 1.2.0"
+        in rebase("--from", "9.9", "--to", "1.3.0").stderr
+    )
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert "rebase needs git: install it" in rebase("--to", "1.3.0").stderr
 

@@ -1,4 +1,5 @@
 import io
+import shutil
 import tarfile
 import zipfile
 from dataclasses import replace
@@ -8,7 +9,8 @@ import pytest
 
 from patches import release
 from patches.config import Release
-from patches.errors import PatchError
+from patches.errors import PatchError, UnreachableError
+from patches.hashes import sha256
 
 FILES = {
     "demo/core/engine.py": b"1\n",
@@ -82,8 +84,37 @@ def test_a_release_that_pip_does_not_find_is_said_in_its_words(world, offline, t
         release.download(world.target, "9.9", tmp_path / "down")
 
 
+def test_an_index_that_cannot_be_reached_is_told_from_one_that_lacks_the_release(
+    world, offline, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # the discard port
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(UnreachableError, match=r"cannot reach its package index: .*PIP_INDEX_URL"):
+        release.download(world.target, "1.2.0", tmp_path / "down")
+
+
 def test_a_file_that_is_not_the_one_of_the_configuration_is_refused(world, offline, tmp_path):
     file = wheel(offline)
     forged = replace(world.target, releases={"1.2.0": Release(file.name, "0" * 64)})
-    with pytest.raises(PatchError, match="is not the file with the hash"):
-        release.download(forged, "1.2.0", tmp_path / "down")
+    for recorded in (False, True):
+        with pytest.raises(PatchError, match="is not the file with the hash"):
+            release.download(forged, "1.2.0", tmp_path / f"{recorded}", recorded=recorded)
+
+
+def test_the_recorded_file_is_chosen_whatever_interpreter_this_is(world, offline, tmp_path):
+    made = wheel(offline)
+    for tags in (
+        "cp27-cp27mu-manylinux1_x86_64",
+        "cp39-abi3-manylinux_2_34_aarch64.musllinux_1_1_x",
+    ):
+        file = made.with_name(f"demo-1.2.0-{tags}.whl")
+        shutil.copy(made, file)
+        foreign = replace(
+            world.target, releases={"1.2.0": Release(file.name, sha256(file.read_bytes()))}
+        )
+        into = tmp_path / tags
+        assert release.download(foreign, "1.2.0", into, recorded=True).name == file.name
+        file.unlink()
+    fits = release.download(foreign, "1.2.0", tmp_path / "fits")
+    assert fits.name == made.name

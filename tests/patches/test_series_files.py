@@ -8,7 +8,7 @@ from patches.series_files import series_files, write_series_files
 
 @pytest.fixture
 def texts(world):
-    return {f"{p.stem}.patch": p.read_bytes() for p in world.series_dir.glob("*.patch")}
+    return {f"{p.stem}.patch": p.read_bytes() for p in sorted(world.series_dir.glob("*.patch"))}
 
 
 def lines(world, version):
