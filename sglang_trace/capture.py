@@ -137,8 +137,11 @@ class Capture:
 
     # --- weights
 
-    def weights_changed(self, version: str) -> None:
-        """Weights were loaded or renamed: rows from here on belong to them; send their digests."""
+    def weights_changed(self, version: str | None) -> None:
+        """Weights were loaded or renamed: rows from here on belong to them; send their digests.
+
+        `version` is their new name, None if they have none of their own.
+        """
         label = self._versions.enter(version, self._ledger.next_row)
         digests = {
             name: digest(matrix)
@@ -166,7 +169,9 @@ def recorded_trajectory(req: Any) -> str | None:
     a beam search belong to no single request: neither is a trajectory.
     """
     reason = req.finished_reason or req.to_finish
-    if getattr(reason, "status_code", None) == BAD_REQUEST or req.beam_group is not None:
+    # Earlier releases know no beam search.
+    beams = getattr(req, "beam_group", None)
+    if getattr(reason, "status_code", None) == BAD_REQUEST or beams is not None:
         return None
     return client_trajectory(req.rid)
 

@@ -5,7 +5,7 @@ of ours. Heavy imports are inside the functions: SGLang executes `on_import` bef
 import, and a server without `--trace-capture` must not pay for capture.
 
 SGLang runs one scheduler a process, so the process has at most one `Capture`. All hooks from
-`on_pool_ready` to `on_weights` are called on the scheduler's thread.
+`on_pool_ready` to `on_request` are called on the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from sglang_trace import failure
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sglang_trace.capture import Capture
 
 _capture: Capture | None = None
@@ -76,16 +78,16 @@ def on_forward(model_runner: Any, forward_batch: Any) -> None:
 
 def on_finish(req: Any, req_to_token_pool: Any) -> None:
     """A request finished, or was aborted while it ran, and still holds its slots."""
-    if _capture is not None:
+    if _capture is not None and (slots := _slots(req, req_to_token_pool)) is not None:
         with failure.reported():
-            _capture.finish(req, req_to_token_pool.req_to_token[req.kv.req_pool_idx])
+            _capture.finish(req, slots)
 
 
 def on_retract(req: Any, req_to_token_pool: Any) -> None:
     """A running request is about to lose its slots, to be computed again or to be aborted."""
-    if _capture is not None and req.kv.holds_kv:
+    if _capture is not None and (slots := _slots(req, req_to_token_pool)) is not None:
         with failure.reported():
-            _capture.retract(req, req_to_token_pool.req_to_token[req.kv.req_pool_idx])
+            _capture.retract(req, slots)
 
 
 def on_abort(req: Any) -> None:
@@ -95,14 +97,21 @@ def on_abort(req: Any) -> None:
             _capture.abort(req)
 
 
-def on_weights(weight_updater: Any) -> None:
-    """Weights were updated or their version was renamed.
+def on_request(scheduler: Any, request: Any, reply: Any) -> None:
+    """A scheduler has handled a request: if it has new weights or a new version, tell it.
 
-    Between begin_weight_update and end_weight_update the new weights are not quantized yet; the
-    end of the session calls again.
+    Without capture an update still has to be quantized.
     """
-    if _capture is not None and weight_updater._session is None:
-        from sglang.srt.runtime_context import get_serving
+    from sglang_trace import weight_updates
 
+    if weight_updates.complete_update(scheduler.weight_updater, request) and _capture is not None:
         with failure.reported():
-            _capture.weights_changed(get_serving().weight_version)
+            _capture.weights_changed(weight_updates.version_after(scheduler, request, reply))
+
+
+def _slots(req: Any, req_to_token_pool: Any) -> Tensor | None:
+    """Return the row of the slot table that a request holds, None if it holds none."""
+    # Earlier releases keep the number of the row in the request itself.
+    holder = req if hasattr(req, "req_pool_idx") else req.kv
+    row = holder.req_pool_idx
+    return None if row is None else req_to_token_pool.req_to_token[row]

@@ -56,8 +56,9 @@ class StoredKV:
 class TorchNvfp4KVCacheMethod(NVFP4KVCacheMethod):  # type: ignore[misc]
     """SGLang's NVFP4 KV recipe with our reference arithmetic and one scale each for K and V."""
 
-    def __init__(self, num_layers: int, device: str, page_size: int = 1) -> None:
-        super().__init__(num_layers, device, page_size, native_scale_layout=False)
+    def __init__(self, num_layers: int, device: str, **layout: Any) -> None:
+        # `layout` is the page size in releases whose native layout has pages; ours is linear.
+        super().__init__(num_layers, device, **layout)
         self._value_buffers: frozenset[int] = frozenset()
 
     def needs_linear_scale_buffer(self) -> bool:

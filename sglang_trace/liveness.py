@@ -1,82 +1,71 @@
-"""Check that every hook is called by the SGLang that this process has imported.
+"""Check that the SGLang that this process has imported calls our hooks and is as our code needs it.
 
-`python -m patches verify` compares files; this looks at the code objects that run, so a stale
-`.pyc`, a second installation or a plugin that replaced a method is found as well.
+Which function calls which hook is for `patches` to know, and what we use of SGLang is listed in
+`upstream`. Here is only which process runs what: the others of SGLang's modules need not even be
+imported there.
 """
 
 from __future__ import annotations
 
-import importlib
-from types import CodeType
+from collections.abc import Callable
 
 from bridge.errors import TraceError
-from patches.live import code_of, names_in
+from patches.contract import Use, require_known_upstream
+from patches.errors import PatchError
+from patches.live import require_live_hooks
+from sglang_trace import upstream
 
-_SRT = "sglang.srt"
-_PROCESSOR = "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-_UPDATER = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-
-# Hook -> the functions that call it, "module.qualified_name" below sglang.srt.
-SCHEDULER_SITES: dict[str, tuple[str, ...]] = {
-    "on_pool_ready": ("model_executor.model_runner.ModelRunner.init_routed_experts_capturer",),
-    "on_forward": ("model_executor.model_runner.ModelRunner.forward",),
-    "on_finish": (f"{_PROCESSOR}._maybe_collect_routed_experts",),
-    "on_retract": ("managers.schedule_batch.release_req",),
-    "on_abort": ("managers.scheduler.Scheduler.send_abort_output",),
-    "on_weights": (
-        "managers.scheduler.Scheduler.handle_update_weight_version",
-        f"{_UPDATER}.record_weight_version_after_update",
-        f"{_UPDATER}.end_weight_update",
-    ),
-}
-SERVER_SITES: dict[str, tuple[str, ...]] = {
-    "on_warm_up": ("entrypoints.http_server._execute_server_warmup",),
-}
+# Hooks that are called in the process that serves HTTP, and in every process.
+SERVER_HOOKS = ("on_warm_up",)
+COMMON_HOOKS = ("on_import",)
 
 
 class HookNotLive(TraceError):
     """The imported SGLang does not call one of our hooks."""
 
 
-def check_scheduler() -> None:
-    """Check the hooks of a scheduler process."""
-    check(SCHEDULER_SITES)
+class UnknownUpstream(TraceError):
+    """The imported SGLang has other signatures or attributes than our code uses."""
+
+
+def check_options() -> None:
+    """Check what reading and refusing SGLang's options needs.
+
+    Raises:
+        UnknownUpstream: naming every function and option that is different.
+    """
+    _check_uses(upstream.OPTIONS)
 
 
 def check_server() -> None:
-    """Check the hooks of the process that serves HTTP."""
-    check(SERVER_SITES)
-
-
-def check(sites: dict[str, tuple[str, ...]]) -> None:
-    """Check that every function named by `sites` calls its hook.
+    """Check the hooks of the process that serves HTTP.
 
     Raises:
-        HookNotLive: naming the first function that does not.
+        HookNotLive: naming the first function that does not call its hook.
     """
-    for hook, callers in sites.items():
-        for caller in callers:
-            if hook not in names_in(_code_at(f"{_SRT}.{caller}")):
-                raise HookNotLive(
-                    f"{_SRT}.{caller} does not call {hook}: run python -m patches apply sglang "
-                    "and disable SGLang plugins that replace this function."
-                )
+    _check_hooks(lambda hook: hook in SERVER_HOOKS + COMMON_HOOKS)
 
 
-def _code_at(path: str) -> CodeType:
-    """Import what `path` names and return its code: a function, or a method of a class."""
-    parts = path.split(".")
-    code = None
-    for length in range(len(parts) - 1, 0, -1):
-        try:
-            module = importlib.import_module(".".join(parts[:length]))
-        except ModuleNotFoundError:
-            continue
-        code = code_of(module, ".".join(parts[length:]))
-        break
-    if code is None:
-        raise HookNotLive(
-            f"{path} is not a function: install sglang 0.5.23 and run "
-            "python -m patches apply sglang."
-        )
-    return code
+def check_scheduler() -> None:
+    """Check all other hooks, and what capture needs.
+
+    Raises:
+        HookNotLive: naming the first function that does not call its hook.
+        UnknownUpstream: naming every function and attribute that is different.
+    """
+    _check_hooks(lambda hook: hook not in SERVER_HOOKS)
+    _check_uses(upstream.SCHEDULER)
+
+
+def _check_hooks(wanted: Callable[[str], bool]) -> None:
+    try:
+        require_live_hooks("sglang", wanted)
+    except PatchError as error:
+        raise HookNotLive(str(error)) from None
+
+
+def _check_uses(uses: tuple[Use, ...]) -> None:
+    try:
+        require_known_upstream("sglang", uses)
+    except PatchError as error:
+        raise UnknownUpstream(str(error)) from None

@@ -29,7 +29,8 @@ class Refusal:
 
 
 def _is_on(name: str) -> Callable[[Any], bool]:
-    return lambda options: bool(getattr(options, name))
+    # An option that a release does not have cannot be on.
+    return lambda options: bool(getattr(options, name, False))
 
 
 def _above_one(name: str) -> Callable[[Any], bool]:
@@ -105,7 +106,9 @@ REFUSALS = (
     Refusal("--use-ray", _is_on("use_ray"), "its workers do not inherit the trace options"),
     Refusal(
         "--enable-paged-experts",
-        lambda options: options.enable_paged_experts or bool(options.kt_weight_path),
+        lambda options: (
+            getattr(options, "enable_paged_experts", False) or bool(options.kt_weight_path)
+        ),
         "it takes the place of the experts that record",
     ),
 )

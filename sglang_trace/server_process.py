@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import socket
@@ -14,9 +15,6 @@ from bridge.errors import TraceError
 from sglang_trace import cpu_host, failure, hooks
 from sglang_trace.config import KV_CACHE_DTYPE, QUANTIZATION, TraceConfig
 
-# SGLang's own text for "no backend was asked for" is None.
-KV_CACHE_AUTO = "auto"
-
 
 class PortInUse(TraceError):
     """Another process serves on the port."""
@@ -26,53 +24,47 @@ def main(arguments: list[str]) -> None:
     """Serve with these SGLang arguments until the server is told to stop."""
     hooks.on_import()
     from sglang.launch_server import run_server
-    from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.plugins import load_plugins
     from sglang.srt.utils import kill_process_tree
 
     end_with_parent()
     load_plugins()
     config = TraceConfig.from_environment()
-    server_args = parse(arguments, capturing=config is not None)
     if config is not None:
-        from sglang_trace import liveness, refusals
+        from sglang_trace import liveness
+
+        liveness.check_options()
+    offer_quantization()
+    if cpu_host.is_cpu_host():
+        cpu_host.allow_fp4_kv_cache()
+    server_args = parse(arguments, defaults(capturing=config is not None))
+    if config is not None:
+        from sglang_trace import refusals
 
         check_port(server_args.host, server_args.port)
         liveness.check_server()
-        server_args.resolve_once()
-        refusals.check_arguments(resolved_view(server_args), config)
+        refusals.check_arguments(resolved(server_args), config)
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def parse(arguments: list[str], *, capturing: bool) -> Any:
-    """Return SGLang's options, with our defaults where the user chose nothing.
-
-    Without capture only a host without GPU gets defaults of ours: the device, and an attention
-    backend that needs no compiled kernel.
-    """
-    from sglang.srt.server_args import prepare_server_args
-
-    offer_quantization()
-    server_args = prepare_server_args(arguments)
-    for name, value in defaults(capturing).items():
-        if getattr(server_args, name) in (None, KV_CACHE_AUTO):
-            setattr(server_args, name, value)
-    return server_args
-
-
 def offer_quantization() -> None:
     """Let `--quantization` take our method."""
-    from sglang.srt.arg_groups.choices import QUANTIZATION_CHOICES, add_quantization_method_choices
+    # All releases have both names in this module, although the list itself has moved.
+    from sglang.srt.server_args import QUANTIZATION_CHOICES, add_quantization_method_choices
 
     if QUANTIZATION not in QUANTIZATION_CHOICES:
         add_quantization_method_choices([QUANTIZATION])
 
 
-def defaults(capturing: bool) -> dict[str, str]:
-    """Return what this host and capture ask for."""
+def defaults(*, capturing: bool) -> dict[str, str]:
+    """Return what this host and capture ask for where the user chooses nothing.
+
+    Without capture only a host without GPU gets defaults of ours: the device, and an attention
+    backend that needs no compiled kernel.
+    """
     chosen: dict[str, str] = {}
     if cpu_host.is_cpu_host():
         chosen["device"] = "cpu"
@@ -82,6 +74,36 @@ def defaults(capturing: bool) -> dict[str, str]:
         chosen["quantization"] = QUANTIZATION
         chosen["kv_cache_dtype"] = KV_CACHE_DTYPE
     return chosen
+
+
+def parse(arguments: list[str], chosen: dict[str, str]) -> Any:
+    """Return SGLang's options, with `chosen` as defaults of its parser.
+
+    Some releases resolve all options while they parse, so setting them afterwards is too late.
+    """
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+    add_cli_args = ServerArgs.add_cli_args
+
+    def add_with_defaults(parser: argparse.ArgumentParser) -> None:
+        add_cli_args(parser)
+        parser.set_defaults(**chosen)
+
+    ServerArgs.add_cli_args = staticmethod(add_with_defaults)
+    try:
+        return prepare_server_args(arguments)
+    finally:
+        ServerArgs.add_cli_args = staticmethod(add_cli_args)
+
+
+def resolved(server_args: Any) -> Any:
+    """Return SGLang's options with the values that it will use."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    # Releases without this step have resolved their options while they parsed them.
+    if hasattr(server_args, "resolve_once"):
+        server_args.resolve_once()
+    return resolved_view(server_args)
 
 
 def end_with_parent() -> None:

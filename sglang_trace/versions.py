@@ -16,7 +16,8 @@ class WeightVersions:
     """Labels of the weights in use, in the order of their first row.
 
     The label is SGLang's weight version. An update that names no new version changes the weights
-    all the same, so it gets the label "VERSION+1", then "VERSION+2".
+    all the same, so it gets the label "VERSION+1", then "VERSION+2", unless no row was computed
+    since the update before it: then both are one update in several parts.
     """
 
     def __init__(self) -> None:
@@ -30,15 +31,18 @@ class WeightVersions:
         """The label of the weights in use."""
         return self._labels[-1]
 
-    def enter(self, version: str, first_row: int) -> str:
+    def enter(self, version: str | None, first_row: int) -> str:
         """Note that rows from `first_row` on are computed with updated weights; return the label.
 
-        `version` is what SGLang calls them.
+        `version` is what SGLang calls them, None if the update did not name them.
         """
-        self._unnamed = self._unnamed + 1 if self._labels and version == self._version else 0
-        self._version = version
-        label = f"{version}+{self._unnamed}" if self._unnamed else version
-        if self._first_rows and self._first_rows[-1] == first_row:
+        unused = bool(self._first_rows) and self._first_rows[-1] == first_row
+        if version not in (None, self._version) or not self._labels:
+            self._version, self._unnamed = version or "", 0
+        elif not unused:
+            self._unnamed += 1
+        label = f"{self._version}+{self._unnamed}" if self._unnamed else self._version
+        if unused:
             self._labels[-1] = label
         else:
             self._first_rows.append(first_row)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from bridge.layout import Site
 from sglang_trace.config import DEFAULT_SITES, TraceConfig
@@ -42,6 +44,9 @@ GOOD: dict[str, Any] = {
     "quantization": "trace_nvfp4",
     "kv_cache_dtype": "nvfp4",
 }
+
+# Options that not every supported release has, and the first that has them.
+ADDED_LATER = {"enable_kv_cache_sharding": "0.5.22", "enable_paged_experts": "0.5.23"}
 
 BAD: dict[str, dict[str, Any]] = {
     "--device": {"device": "cuda"},
@@ -92,6 +97,11 @@ def test_every_refusal_has_a_case_here() -> None:
     assert len(REFUSALS) == len(BAD)
 
 
+def test_an_option_that_a_release_does_not_have_is_not_on() -> None:
+    options = {name: value for name, value in GOOD.items() if name not in ADDED_LATER}
+    check_arguments(SimpleNamespace(**options), TraceConfig("tcp://x"))
+
+
 def test_all_reasons_are_told_at_once() -> None:
     with pytest.raises(NotCaptured, match=r"--tp-size.*--enable-lmcache"):
         check({"tp_size": 4, "enable_lmcache": True})
@@ -109,4 +119,7 @@ def test_sites_ask_for_what_they_are_recorded_from() -> None:
 def test_the_names_are_those_of_sglangs_resolved_options() -> None:
     from sglang.srt.server_args import ServerArgs
 
-    assert not [name for name in GOOD if name not in ServerArgs.__struct_fields__]
+    installed = Version(metadata.version("sglang"))
+    for name in GOOD:
+        expected = installed >= Version(ADDED_LATER.get(name, "0"))
+        assert hasattr(ServerArgs, name) is expected, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pybase64
 import pytest
 import requests
 import torch
+from sglang.srt.state_capturer import base
 
 from bridge.client import TraceClient
 from bridge.errors import UnknownTrajectory
@@ -130,6 +132,26 @@ def test_a_prefix_hit_refers_to_the_rows_of_the_request_that_computed_it(
     assert after.kv_rows - before.kv_rows == 4, "keys and values of the prefix are not sent again"
 
 
+def test_recorded_routes_are_those_of_their_own_forward_pass(
+    server: LiveServer, client: TraceClient, reference: ReferenceModel
+) -> None:
+    """Requests that run together under overlap scheduling, each compared with itself alone."""
+    requested = [
+        {"rid": f"routed/{number}", "prompt": prompt_of(9 + number, 90 + number), "new_tokens": 16}
+        for number in range(4)
+    ]
+    server.generate_together(requested)
+    for request in requested:
+        records = fetch(client, request["rid"], "finished")
+        routes = records.layout.routes(records.forward[:-1])
+        expected = reference.run(records.tokens.tolist()[:-1]).routes
+        assert (routes == expected).float().mean() > AGREEMENT
+
+
+@pytest.mark.skipif(
+    "slice_gpu.clone()" not in inspect.getsource(base),
+    reason="this SGLang hands out its routes without a copy, and the next forward overwrites them",
+)
 def test_recorded_routes_are_those_that_sglang_itself_returns(
     server: LiveServer, client: TraceClient
 ) -> None:
@@ -246,9 +268,10 @@ def test_the_servers_own_requests_are_no_trajectories(
 
 
 def test_overlap_scheduling_and_the_prefix_cache_are_on(server: LiveServer) -> None:
-    log = server.output()
-    assert "disable_overlap_schedule=True" not in log
-    assert "Radix Cache" in log
+    url = f"http://127.0.0.1:{server.port}/server_info"
+    options = requests.get(url, timeout=60).json()
+    assert options["disable_overlap_schedule"] is False
+    assert options["disable_radix_cache"] is False
 
 
 def test_capture_changes_neither_tokens_nor_log_probabilities(

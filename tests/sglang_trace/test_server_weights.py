@@ -11,6 +11,7 @@ import pytest
 import requests
 import torch
 from safetensors.torch import load_file
+from sglang.srt.managers import io_struct
 from sglang.srt.utils import MultiprocessingSerializer
 
 from bridge import embedded
@@ -23,6 +24,10 @@ from tests.sglang_trace.live_server import LiveServer, serving
 
 pytestmark = pytest.mark.server
 
+# Earlier releases take updates from tensors outside of a session.
+HAS_SESSIONS = hasattr(io_struct, "BeginWeightUpdateReqInput")
+# SGLang may wait a minute for a core dump before it ends.
+END_TIMEOUT_S = 120
 PROMPT = [11, 12, 13, 14, 15]
 
 
@@ -59,10 +64,12 @@ def update_from_tensors(server: LiveServer, weights: dict[str, torch.Tensor], **
     torch.multiprocessing.set_sharing_strategy("file_system")
     serialized = MultiprocessingSerializer.serialize(list(weights.items()), output_str=True)
     torch.multiprocessing.set_sharing_strategy(strategy)
-    server.post("begin_weight_update")
+    if HAS_SESSIONS:
+        server.post("begin_weight_update")
     body = {"serialized_named_tensors": [serialized], "flush_cache": True} | extra
     assert server.post("update_weights_from_tensor", body)["success"]
-    server.post("end_weight_update")
+    if HAS_SESSIONS:
+        server.post("end_weight_update")
 
 
 def test_the_digests_of_the_loaded_weights_are_the_trainers(
@@ -126,7 +133,7 @@ def test_nan_ends_the_server_with_its_place_and_keeps_what_was_acknowledged(
         with suppress(requests.RequestException):
             for attempt in range(5):
                 live.generate(f"poisoned-{attempt}", PROMPT, 4)
-        assert live.wait(60) == 1
+        assert live.wait(END_TIMEOUT_S) == 1
         last = live.output().strip().splitlines()[-1]
         assert last.startswith("error: The rollout computed NaN or infinity at fc1 of layer 1")
         assert client.fetch("safe").forward_valid.sum() == len(PROMPT) + 3

@@ -34,6 +34,14 @@ def test_an_update_without_a_new_name_gets_a_label_of_its_own() -> None:
     }
 
 
+def test_an_update_in_several_parts_has_one_label() -> None:
+    versions = WeightVersions()
+    versions.enter("v0", 0)
+    assert [versions.enter("v1", 8) for _part in range(3)] == ["v1"] * 3
+    assert [versions.enter(None, 9) for _part in range(3)] == ["v1+1"] * 3
+    assert labels_of(versions, [7, 8, 9]) == {7: "v0", 8: "v1", 9: "v1+1"}
+
+
 def test_weights_that_computed_no_row_leave_no_label_behind() -> None:
     versions = WeightVersions()
     versions.enter("v0", 0)

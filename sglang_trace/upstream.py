@@ -1,0 +1,212 @@
+"""What our code takes for granted in SGLang: calls, overrides and attributes, by name.
+
+Checked before SGLang's options are read, in every scheduler before it captures, and by `python -m
+patches doctor`. A use of a name that some supported release lacks has a `since` or `before`.
+"""
+
+from __future__ import annotations
+
+from patches.attributes import Attributes
+from patches.contract import Use
+from patches.signatures import Call, Callback, Override
+
+_SRT = "sglang.srt"
+_QUANTIZATION = f"{_SRT}.layers.quantization"
+_BASE = f"{_QUANTIZATION}.base_config"
+_KV_CACHE = f"{_QUANTIZATION}.fp4_kv_cache_quant_method"
+_MOE = f"{_SRT}.layers.moe"
+_MANAGERS = f"{_SRT}.managers"
+_ARGUMENTS = f"{_SRT}.server_args"
+
+_OUR_METHOD = "sglang_trace.moe_method:TraceNvfp4MoEMethod"
+_OUR_CONFIG = "sglang_trace.quantization:TraceNvfp4Config"
+_OUR_KV_CACHE = "sglang_trace.kv_cache:TorchNvfp4KVCacheMethod"
+
+# The process that serves HTTP and reads the options.
+OPTIONS: tuple[Use, ...] = (
+    Call("sglang.launch_server:run_server(server_args)"),
+    Call(f"{_SRT}.plugins:load_plugins()"),
+    Call(f"{_SRT}.utils:kill_process_tree(pid, include_parent=False)"),
+    Call(f"{_ARGUMENTS}:add_quantization_method_choices(names)"),
+    Attributes(f"{_ARGUMENTS}:", ("QUANTIZATION_CHOICES",)),
+    Call(f"{_ARGUMENTS}:prepare_server_args(arguments)"),
+    Call(f"{_ARGUMENTS}:ServerArgs.add_cli_args(parser)"),
+    Callback(f"{_ARGUMENTS}:ServerArgs.add_cli_args", f"{_ARGUMENTS}:prepare_server_args"),
+    Call(f"{_SRT}.arg_groups.overrides:resolved_view(server_args)"),
+    Call(f"{_ARGUMENTS}:ServerArgs.resolve_once(self)", since="0.5.20"),
+    Call(
+        f"{_SRT}.arg_groups.resolution_hooks:register_resolution_hook(step)",
+        since="0.5.20",
+    ),
+    Attributes(
+        f"{_SRT}.arg_groups.kv_cache_hook:",
+        ("handle_kv4_compatibility", "handle_nvfp4_prefill_kv_dequant_dtype"),
+        since="0.5.21",
+    ),
+    Attributes(
+        f"{_ARGUMENTS}:ServerArgs",
+        (
+            # What we choose where the user does not.
+            *("host", "port", "device", "attention_backend", "quantization", "kv_cache_dtype"),
+            # What is refused: an option under another name would no longer be.
+            *("tp_size", "ep_size", "dp_size", "pp_size", "attn_cp_size", "dcp_size"),
+            *("speculative_algorithm", "enable_hierarchical_cache", "enable_lmcache"),
+            *("enable_flexkv", "enable_hisparse", "enable_unified_memory"),
+            *("enable_streaming_session", "disaggregation_mode"),
+            *("enable_two_batch_overlap", "enable_pdmux", "dllm_algorithm", "cuda_graph_config"),
+            *("enable_eplb", "ep_num_redundant_experts", "enable_lora", "lora_paths"),
+            *("is_embedding", "use_ray", "kt_weight_path"),
+        ),
+    ),
+    Attributes(
+        f"{_ARGUMENTS}:ServerArgs",
+        ("enable_kv_cache_sharding", "enable_paged_experts"),
+        since="0.5.23",
+    ),
+)
+
+_EXPERTS = (
+    Call(f"{_MOE}.token_dispatcher:StandardCombineInput(hidden_states=y)"),
+    Call(f"{_MOE}.topk:StandardTopKOutput(topk_weights=w, topk_ids=i, router_logits=l)"),
+    Attributes(f"{_MOE}.token_dispatcher:StandardDispatchOutput", ("hidden_states", "topk_output")),
+    Call(f"{_SRT}.utils:set_weight_attrs(parameter, attributes)"),
+    Attributes(
+        f"{_MOE}.moe_runner.base:MoeRunnerConfig",
+        (
+            *("activation", "is_gated", "apply_router_weight_on_input", "gemm1_alpha"),
+            *("gemm1_clamp_limit", "swiglu_limit", "num_fused_shared_experts"),
+            *("routed_scaling_factor",),
+        ),
+    ),
+    Attributes(f"{_MOE}.fused_moe_triton.layer:FusedMoE", ("layer_id", "quant_method")),
+    Override(f"{_OUR_METHOD}.create_weights", f"{_BASE}:FusedMoEMethodBase.create_weights"),
+    Callback(
+        f"{_OUR_METHOD}.create_weights",
+        f"{_MOE}.fused_moe_triton.layer:FusedMoE.__init__",
+        ("with_bias",),
+    ),
+    Override(f"{_OUR_METHOD}.create_moe_runner", f"{_BASE}:FusedMoEMethodBase.create_moe_runner"),
+    Override(f"{_OUR_METHOD}.apply", f"{_BASE}:FusedMoEMethodBase.apply"),
+    Override(
+        f"{_OUR_METHOD}.process_weights_after_loading",
+        f"{_BASE}:FusedMoEMethodBase.process_weights_after_loading",
+    ),
+)
+
+_QUANTIZATION_METHOD = (
+    *(
+        Override(f"{_OUR_CONFIG}.{name}", f"{_BASE}:QuantizationConfig.{name}")
+        for name in (
+            *("get_name", "get_supported_act_dtypes", "get_min_capability"),
+            *("get_config_filenames", "from_config", "get_quant_method", "get_scaled_act_names"),
+        )
+    ),
+    Attributes(f"{_BASE}:", ("QuantizeMethodBase",)),
+    Attributes(f"{_SRT}.layers.linear:", ("LinearBase",)),
+    Call(f"{_QUANTIZATION}.unquant:UnquantizedLinearMethod()"),
+)
+
+_KV_CACHE_METHOD = (
+    Override(_OUR_KV_CACHE, f"{_KV_CACHE}:NVFP4KVCacheMethod"),
+    Call(f"{_KV_CACHE}:NVFP4KVCacheMethod(num_layers, device)"),
+    *(
+        Override(f"{_OUR_KV_CACHE}.{name}", f"{_KV_CACHE}:NVFP4KVCacheMethod.{name}")
+        for name in ("create_buffers", "quantize_and_store", "dequantize_kv_tensor")
+    ),
+    Override(
+        f"{_OUR_KV_CACHE}.needs_linear_scale_buffer",
+        f"{_KV_CACHE}:NVFP4KVCacheMethod.needs_linear_scale_buffer",
+        since="0.5.21",
+    ),
+    Attributes(
+        f"{_KV_CACHE}:NVFP4KVCacheMethod",
+        ("name", "k_scales_gpu", "v_scales_gpu", "k_scales_float", "v_scales_float"),
+    ),
+    Attributes(f"{_KV_CACHE}:KVCacheAttentionAccessKind", ("PLAIN",)),
+    Attributes(f"{_KV_CACHE}:", ("KVCacheAttentionPhase",)),
+    Call(f"{_KV_CACHE}:KVCacheBackendMatcher(exact=names)"),
+    Call(
+        f"{_KV_CACHE}:KVCacheAttentionAccess(phase, kind, matcher, storage_dtype=a, "
+        "attention_kv_dtype=b, scale_recipe=c)"
+    ),
+    Call(f"{_SRT}.mem_cache.memory_pool:MHATokenToKVPool.get_raw_kv_buffer(self, layer)"),
+    Attributes(
+        f"{_SRT}.mem_cache.memory_pool:MHATokenToKVPool", ("size", "page_size", "quant_method")
+    ),
+)
+
+_REQUESTS = (
+    Attributes(
+        f"{_MANAGERS}.schedule_batch:Req",
+        (
+            *("rid", "origin_input_ids", "output_ids", "output_ids_through_stop"),
+            *("finished_reason", "to_finish", "retraction_count"),
+        ),
+    ),
+    Attributes(f"{_MANAGERS}.schedule_batch:Req", ("beam_group",), since="0.5.20"),
+    Attributes(f"{_MANAGERS}.schedule_batch:Req", ("kv",), since="0.5.20"),
+    Attributes(f"{_MANAGERS}.schedule_batch:ReqKvInfo", ("req_pool_idx",), since="0.5.20"),
+    Attributes(f"{_MANAGERS}.schedule_batch:Req", ("req_pool_idx",), before="0.5.20"),
+    Attributes(f"{_SRT}.mem_cache.memory_pool:ReqToTokenPool", ("req_to_token",)),
+    Call(f"{_MANAGERS}.schedule_batch:BaseFinishReason.to_json(self)"),
+    Attributes(f"{_MANAGERS}.schedule_batch:FINISH_ABORT", ("status_code",)),
+)
+
+_FORWARDS = (
+    Attributes(
+        f"{_SRT}.model_executor.forward_batch_info:ForwardBatch",
+        (
+            *("forward_mode", "out_cache_loc", "rids", "seq_lens_cpu"),
+            *("extend_prefix_lens_cpu", "extend_seq_lens_cpu"),
+        ),
+    ),
+    *(
+        Call(f"{_SRT}.model_executor.forward_batch_info:ForwardMode.{question}(self)")
+        for question in ("is_idle", "is_decode", "is_extend_without_speculative")
+    ),
+    Attributes(
+        f"{_SRT}.model_executor.model_runner:ModelRunner",
+        (
+            *("model", "model_config", "token_to_kv_pool", "device", "is_draft_worker"),
+            *("max_total_num_tokens", "max_running_requests", "is_hybrid_swa"),
+        ),
+    ),
+    Attributes(f"{_SRT}.configs.model_config:ModelConfig", ("hf_config", "model_path")),
+    Call(f"{_SRT}.runtime_context:get_serving()"),
+    Call(f"{_SRT}.runtime_context:get_schedule()"),
+    Attributes(f"{_ARGUMENTS}:ServerArgs", ("weight_version", "chunked_prefill_size")),
+)
+
+_UPDATER = f"{_MANAGERS}.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+_UPDATES = (
+    Attributes(f"{_MANAGERS}.scheduler:Scheduler", ("weight_updater",)),
+    Attributes(
+        f"{_MANAGERS}.scheduler:Scheduler", ("record_weight_version_change",), since="0.5.20"
+    ),
+    Attributes(_UPDATER, ("_session",), since="0.5.21"),
+    Attributes(_UPDATER, ("tp_worker",), before="0.5.21"),
+    Attributes(f"{_MANAGERS}.tp_worker:TpModelWorker", ("model_runner",), before="0.5.21"),
+    Attributes(
+        f"{_MANAGERS}.io_struct:",
+        (
+            *("UpdateWeightFromDiskReqInput", "UpdateWeightsFromTensorReqInput"),
+            *("UpdateWeightsFromDistributedReqInput", "UpdateWeightsFromIPCReqInput"),
+            *("UpdateWeightVersionReqInput",),
+        ),
+    ),
+    Attributes(f"{_MANAGERS}.io_struct:", ("EndWeightUpdateReqInput",), since="0.5.21"),
+    # Earlier releases tell the scheduler only with the update what its weights are called.
+    *(
+        Attributes(f"{_MANAGERS}.io_struct:{update}{kind}", (attribute,), before="0.5.21")
+        for update in (
+            *("UpdateWeightFromDisk", "UpdateWeightsFromTensor"),
+            *("UpdateWeightsFromDistributed", "UpdateWeightsFromIPC"),
+        )
+        for kind, attribute in (("ReqInput", "weight_version"), ("ReqOutput", "success"))
+    ),
+)
+
+SCHEDULER: tuple[Use, ...] = (
+    _EXPERTS + _QUANTIZATION_METHOD + _KV_CACHE_METHOD + _REQUESTS + _FORWARDS + _UPDATES
+)
+USES = OPTIONS + SCHEDULER
