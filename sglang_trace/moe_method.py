@@ -37,6 +37,9 @@ OTHER_EXPERTS: dict[str, Callable[[Any], bool]] = {
     "a clamped SwiGLU": lambda config: (
         (config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit) != (None,) * 3
     ),
+    # Earlier releases have neither of these two.
+    "a shifted SwiGLU": lambda config: getattr(config, "gemm1_beta", None) is not None,
+    "a SwiGLU in FP32": lambda config: getattr(config, "silu_mul_keep_fp32", False),
     "fused shared experts": lambda config: config.num_fused_shared_experts > 0,
     "a routed scaling factor": lambda config: config.routed_scaling_factor not in (None, 1.0),
 }

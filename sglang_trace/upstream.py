@@ -78,6 +78,8 @@ _EXPERTS = (
             *("routed_scaling_factor",),
         ),
     ),
+    Attributes(f"{_MOE}.moe_runner.base:MoeRunnerConfig", ("gemm1_beta",), since="0.5.20"),
+    Attributes(f"{_MOE}.moe_runner.base:MoeRunnerConfig", ("silu_mul_keep_fp32",), since="0.5.21"),
     Attributes(f"{_MOE}.fused_moe_triton.layer:FusedMoE", ("layer_id", "quant_method")),
     Override(f"{_OUR_METHOD}.create_weights", f"{_BASE}:FusedMoEMethodBase.create_weights"),
     Callback(

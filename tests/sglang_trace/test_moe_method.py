@@ -91,6 +91,8 @@ def test_codes_and_scales_are_part_of_the_state_and_the_copies_are_not(layer: nn
         ({"is_gated": False}, "no gate"),
         ({"apply_router_weight_on_input": True}, "router weights before fc1"),
         ({"swiglu_limit": 7.0}, "a clamped SwiGLU"),
+        ({"gemm1_beta": 1.0}, "a shifted SwiGLU"),
+        ({"silu_mul_keep_fp32": True}, "a SwiGLU in FP32"),
         ({"num_fused_shared_experts": 1}, "fused shared experts"),
         ({"routed_scaling_factor": 2.5}, "a routed scaling factor"),
     ],
