@@ -72,6 +72,8 @@ def defaults(*, capturing: bool) -> dict[str, str]:
         chosen["attention_backend"] = cpu_host.ATTENTION_BACKEND
     if capturing:
         chosen["quantization"] = QUANTIZATION
+    if capturing and cpu_host.is_cpu_host():
+        # SGLang itself refuses this dtype on most GPUs, with a reason that is not ours.
         chosen["kv_cache_dtype"] = KV_CACHE_DTYPE
     return chosen
 
