@@ -4,7 +4,7 @@ BIN := .venv/bin
 # The demo's and tests' matrices are tiny: a second thread costs more in waiting than it computes.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo matrix test setup lint unit clean
+.PHONY: demo matrix unchanged test setup lint unit clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -18,6 +18,9 @@ demo: setup  ## the main job on the real upstreams; writes out/demo/report.json 
 
 matrix: setup  ## the demo on every pair of upstream releases with patches; writes out/matrix/matrix.json
 	$(BIN)/python -m examples.matrix
+
+unchanged: setup  ## compare the released and the patched upstreams with everything of ours off
+	$(BIN)/python -m scripts.unchanged --json out/unchanged.json
 
 test: lint  ## lint, types and every test that runs without a GPU
 	$(BIN)/python -m pytest
