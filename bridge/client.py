@@ -6,7 +6,10 @@ Shapes: T = positions.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -16,28 +19,36 @@ from numpy.typing import ArrayLike, NDArray
 
 from bridge.errors import BridgeUnreachable, CorruptMessage, TraceError
 from bridge.layout import Site
-from bridge.pages import join
 from bridge.records import TrajectoryRecords
 from bridge.refusal import exception
 from bridge.wire import (
+    Ack,
     Digests,
     DigestsReply,
     Error,
     Fetch,
     FetchReply,
+    Gc,
+    GcReply,
     List,
     ListReply,
     Message,
+    Pin,
     Ping,
+    Policy,
     Pong,
     Stats,
     StatsReply,
+    Step,
     TrajectorySummary,
     decode,
     encode,
 )
 
 Reply = TypeVar("Reply", bound=Message)
+
+# Pages asked for at a time: the bridge reads one while another travels. Under Outbox.MOST_PAGES.
+_PAGES_AHEAD = 3
 
 
 class TokenMismatch(TraceError):
@@ -95,7 +106,7 @@ class TraceClient:
             None if layers is None else tuple(layers),
             None if sites is None else tuple(str(site) for site in sites),
         )
-        records = join(self._pages(fetch, time.monotonic() + (timeout_s or self._timeout_s)))
+        records = self._records(fetch, time.monotonic() + (timeout_s or self._timeout_s))
         if expected_T is not None:
             _check_tokens(records, expected_T)
         return records
@@ -146,30 +157,77 @@ class TraceClient:
     ) -> None:
         self.close()
 
-    def _pages(self, fetch: Fetch, end: float) -> list[FetchReply]:
-        """Ask for page after page; begin again if the trajectory changes meanwhile."""
-        pages: list[FetchReply] = []
-        start = fetch.start
-        while True:
-            wanted = Fetch(fetch.trajectory, start, fetch.stop, fetch.layers, fetch.sites)
-            page = self._ask(wanted, FetchReply, end)
-            if pages and page.revision != pages[0].revision:
-                pages, start = [], fetch.start
-                continue
-            pages.append(page)
-            start = page.start + len(page.tokens)
-            if start >= min(page.length, page.length if fetch.stop is None else fetch.stop):
-                return pages
+    # --- what a trainer says of the life of records
 
-    def _ask(self, question: Message, kind: type[Reply], end: float | None = None) -> Reply:
+    def begin_step(self, step: int) -> None:
+        """Tell that RL step ``step`` begins: what is recorded from here on belongs to it.
+
+        A bridge that serves with --keep N then gives up what was last told N steps ago.
+        """
+        self._ask(Step(step), Ack)
+
+    def pin(self, trajectories: Iterable[str], lease_s: int = 3600) -> None:
+        """Keep trajectories for at most ``lease_s`` seconds, whatever is collected meanwhile."""
+        self._ask(Pin(tuple(trajectories), lease_s), Pong)
+
+    def unpin(self, trajectories: Iterable[str]) -> None:
+        """Let pinned trajectories go."""
+        self._ask(Pin(tuple(trajectories), 0), Pong)
+
+    def gc(self, policy: Policy) -> GcReply:
+        """Collect by a policy now; return what was collected."""
+        return self._ask(Gc(policy), GcReply)
+
+    # --- pages
+
+    def _records(self, fetch: Fetch, end: float) -> TrajectoryRecords:
+        from bridge.pages import join  # torch, which only a reader of records needs
+
+        while True:
+            try:
+                return join(self._pages(fetch, end), fetch.stop)
+            except _Changed:
+                continue
+
+    def _pages(self, fetch: Fetch, end: float) -> Iterator[FetchReply]:
+        """Yield the pages of one revision of a trajectory, asking ahead while pages are read.
+
+        Raises:
+            _Changed: the trajectory was told anew meanwhile.
+        """
+        first = self._reply(self._say(fetch), FetchReply, end)
+        yield first
+        stop = first.length if fetch.stop is None else min(fetch.stop, first.length)
+        step = len(first.tokens)
+        starts = iter(range(first.start + step, stop, max(1, step)))
+        asked: deque[int] = deque()
+        while True:
+            for start in islice(starts, _PAGES_AHEAD - len(asked)):
+                asked.append(self._say(replace(fetch, start=start, stop=min(stop, start + step))))
+            if not asked:
+                return
+            page = self._reply(asked.popleft(), FetchReply, end)
+            if page.revision != first.revision:
+                raise _Changed
+            yield page
+
+    # --- questions and replies
+
+    def _ask(self, question: Message, kind: type[Reply]) -> Reply:
+        return self._reply(self._say(question), kind, time.monotonic() + self._timeout_s)
+
+    def _say(self, question: Message) -> int:
         seq = self._next_seq
         self._next_seq += 1
         self._socket.send_multipart(encode(question, seq), copy=False)
-        reply = self._receive(seq, end or time.monotonic() + self._timeout_s)
+        return seq
+
+    def _reply(self, seq: int, kind: type[Reply], end: float) -> Reply:
+        reply = self._receive(seq, end)
         if isinstance(reply, Error):
             raise exception(reply)
         if not isinstance(reply, kind):
-            raise CorruptMessage(f"the bridge answered {question.KIND} with {reply.KIND}")
+            raise CorruptMessage(f"the bridge answered with {reply.KIND} where {kind.KIND} is due")
         return reply
 
     def _receive(self, seq: int, end: float) -> Message:
@@ -191,6 +249,10 @@ class TraceClient:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(self.endpoint)
         return socket
+
+
+class _Changed(Exception):
+    """A trajectory was told anew between two of its pages."""
 
 
 def _check_tokens(records: TrajectoryRecords, expected_T: NDArray[np.int_]) -> None:

@@ -116,10 +116,6 @@ class FetchReply:
             wire_bytes(self.kv, np.uint8),
         ]
 
-    def tail(self) -> Buffer | None:
-        """Return no tail: column selection left the row checksums behind."""
-        return None
-
     @classmethod
     def parse(cls, envelope: Envelope) -> Self:
         """Build from an intact envelope."""

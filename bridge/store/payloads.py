@@ -1,0 +1,60 @@
+"""Payloads in memory, by entry number, oldest first."""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView
+
+from bridge.wire.envelope import Buffer
+
+_SMALL_FRAME = 32 << 10
+_OBJECT_BYTES = 1 << 10  # frame, view and place in the dict
+
+
+class Payloads:
+    """Frames as they arrived, without a copy; ``nbytes`` is the memory that they take, about."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Buffer] = {}
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def put(self, number: int, payload: Buffer) -> None:
+        """Hold a payload under a new number."""
+        self._held[number] = _owned(payload)
+        self.nbytes += cost(payload)
+
+    def get(self, number: int) -> Buffer | None:
+        """Return a payload, None if it is not held."""
+        return self._held.get(number)
+
+    def oldest(self) -> int:
+        """Return the number that was put first."""
+        return next(iter(self._held))
+
+    def items(self) -> ItemsView[int, Buffer]:
+        """Return (number, payload) pairs, oldest first."""
+        return self._held.items()
+
+    def pop(self, number: int) -> Buffer | None:
+        """Let go of a payload and return it, None if it is not held."""
+        payload = self._held.pop(number, None)
+        if payload is not None:
+            self.nbytes -= cost(payload)
+        return payload
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._held.clear()
+        self.nbytes = 0
+
+
+def cost(payload: Buffer | None) -> int:
+    """Return the memory that a payload takes."""
+    return 0 if payload is None else memoryview(payload).nbytes + _OBJECT_BYTES
+
+
+def _owned(payload: Buffer) -> Buffer:
+    """Copy a small frame, which would otherwise keep the socket's whole receive buffer alive."""
+    return bytes(payload) if memoryview(payload).nbytes < _SMALL_FRAME else payload
