@@ -47,7 +47,7 @@ from bridge.wire import (
 
 Reply = TypeVar("Reply", bound=Message)
 
-# Pages asked for at a time: the bridge reads one while another travels. Under Outbox.MOST_PAGES.
+# Pages asked for at a time: the bridge reads one while another travels. (bridge.daemon.outbox)
 _PAGES_AHEAD = 3
 
 

@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from bridge.daemon import Daemon
+from bridge.daemon.heap import keep_freed_memory
 from bridge.embedded import READY
 from bridge.sizes import parse_size
 from bridge.store import CachedStore, DiskStore, MemoryStore, Store
@@ -47,6 +48,7 @@ def serve_until_stopped(
     logging.basicConfig(
         level=log_level.value.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    keep_freed_memory()
     store = _store(limits)
     try:
         daemon = Daemon(endpoint, store, policy)

@@ -39,21 +39,19 @@ class Gather:
         selected = sum(column.stop - column.start for column in columns)
         out_NS = np.empty((len(places_N), selected), dtype=np.uint8)
         valid_N = np.zeros(len(places_N), dtype=np.bool_)
-        if out_NS.size:
-            copy = _copier(row_bytes, columns, out_NS)
-            with self._store.reader() as read:
-                for block, offset, at, count in _runs(places_N):
-                    held = read(block)
-                    if held is None:
-                        continue
-                    payload = memoryview(held.payload)
-                    count = min(count, payload.nbytes // row_bytes - offset)
-                    if count > 0:
-                        copy(payload, offset, at, count)
-                        valid_N[at : at + count] = True
-                        if held.sums is not None:
-                            self._check(held, row_bytes, block, offset, valid_N[at : at + count])
-            out_NS[~valid_N] = 0
+        if out_NS.size == 0:
+            return out_NS, valid_N
+        copy = _copier(row_bytes, columns, out_NS)
+        with self._store.reader() as read:
+            for block, offset, at, count in _runs(places_N):
+                held = read(block)
+                if held is None or (offset + count) * row_bytes > held.payload.nbytes:
+                    continue
+                copy(held.payload, offset, at, count)
+                valid_N[at : at + count] = True
+                if held.sums is not None:
+                    self._check(held, row_bytes, block, offset, valid_N[at : at + count])
+        out_NS[~valid_N] = 0
         return out_NS, valid_N
 
     def _check(
@@ -61,11 +59,10 @@ class Gather:
     ) -> None:
         """Mark the rows of a run that have no longer the bytes that the engine sent."""
         assert held.sums is not None
-        payload = memoryview(held.payload)
         expected = held.sums[offset : offset + len(valid_C)].tolist()
         for index in range(len(valid_C)):
             begin = (offset + index) * row_bytes
-            row = payload[begin : begin + row_bytes]
+            row = held.payload[begin : begin + row_bytes]
             if index >= len(expected) or not row_is_intact(
                 block, offset + index, row, expected[index]
             ):
@@ -83,7 +80,7 @@ def _runs(places_N: NDArray[np.void]) -> Iterator[tuple[int, int, int, int]]:
     held = blocks[starts] >= 0
     starts, counts = starts[held], counts[held]
     runs = (blocks[starts], offsets[starts], starts, counts)
-    yield from zip(*(column.tolist() for column in runs), strict=True)
+    return zip(*(column.tolist() for column in runs), strict=True)
 
 
 def _copier(row_bytes: int, columns: Sequence[slice], out_NS: NDArray[np.uint8]) -> _Copy:

@@ -6,27 +6,22 @@ from collections import defaultdict, deque
 
 import zmq
 
-from bridge.errors import TraceError
 from bridge.wire import Message, encode
 
 _TRACKED_BYTES = 64 << 10
-MOST_PAGES = 4
-"""Pages that wait for one peer; a client asks for fewer at a time (bridge.client)."""
-
-
-class SlowReader(TraceError):
-    """A client asks for pages faster than it reads them."""
+# Large frames that may wait for one peer: four pages of two, and a client asks for three at a time.
+_MOST_FRAMES = 8
 
 
 class Outbox:
-    """Sends answers through a ROUTER socket."""
+    """Sends answers through a ROUTER socket and knows how many large ones are not sent yet."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
-        self._unread: defaultdict[bytes, deque[zmq.MessageTracker]] = defaultdict(deque)
+        self._unsent: defaultdict[bytes, deque[zmq.MessageTracker]] = defaultdict(deque)
 
     def send(self, peer: bytes, message: Message, seq: int) -> None:
-        """Queue an answer; large frames are not copied, and their memory is free once read."""
+        """Queue an answer; large frames are not copied, and their memory is free once sent."""
         frames: list[zmq.Frame | bytes | memoryview] = [peer]
         for frame in encode(message, seq):
             if memoryview(frame).nbytes < _TRACKED_BYTES:
@@ -34,17 +29,14 @@ class Outbox:
             else:
                 tracked = zmq.Frame(frame, track=True, copy=False)
                 frames.append(tracked)
-                self._unread[peer].append(tracked.tracker)
+                self._unsent[peer].append(tracked.tracker)
         self._socket.send_multipart(frames, copy=False)
 
-    def check(self, peer: bytes) -> None:
-        """Raise SlowReader when as many large frames wait for the peer as may."""
-        unread = self._unread.get(peer)
-        while unread and unread[0].done:
-            unread.popleft()
-        if unread is not None and not unread:
-            del self._unread[peer]
-        elif unread is not None and len(unread) >= 2 * MOST_PAGES:
-            raise SlowReader(
-                f"{len(unread)} answers wait for this client; read them before asking for more"
-            )
+    def has_room(self, peer: bytes) -> bool:
+        """Whether another page may be queued for the peer."""
+        unsent = self._unsent[peer]
+        while unsent and unsent[0].done:
+            unsent.popleft()
+        if not unsent:
+            del self._unsent[peer]
+        return len(unsent) < _MOST_FRAMES

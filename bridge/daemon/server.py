@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 
 import zmq
@@ -37,6 +38,9 @@ from bridge.wire.envelope import NO_SEQ
 log = logging.getLogger(__name__)
 
 _POLL_MS = 200
+_WAITING_POLL_MS = 2
+# Questions of clients that do not read; beyond them the oldest are given up.
+_MOST_WAITING = 1024
 _TURN_MESSAGES = 256
 _TURN_BYTES = 64 << 20
 # Messages that ZeroMQ holds per peer on our behalf, each of a few MiB at most (RecordProducer).
@@ -61,6 +65,7 @@ class Daemon:
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         gather = Gather(store)
         self._outbox = Outbox(self._socket)
+        self._waiting: deque[tuple[bytes, Fetch, int]] = deque(maxlen=_MOST_WAITING)
         self._ingest = Ingest(store, catalog, self._outbox.send)
         self._fetching = Fetching(catalog, gather)
         self._retention = Retention(store, catalog, policy or Policy())
@@ -72,8 +77,9 @@ class Daemon:
     def run(self, stop_asked: Callable[[], bool]) -> None:
         """Serve until ``stop_asked()``, looked at a few times a second."""
         while not stop_asked():
-            if self._socket.poll(_POLL_MS):
+            if self._socket.poll(_WAITING_POLL_MS if self._waiting else _POLL_MS):
                 self.turn()
+            self._answer_waiting()
             self._retention.look()
 
     def turn(self) -> None:
@@ -100,17 +106,36 @@ class Daemon:
             message, seq = decode(frames)
             if isinstance(message, Ingested):
                 self._ingest.take(peer, message, seq)
+            elif isinstance(message, Fetch) and not self._outbox.has_room(peer):
+                self._waiting.append((peer, message, seq))
             else:
-                self._outbox.send(peer, self._reply(peer, message), seq)
+                self._answer(peer, message, seq)
         except TraceError as error:
-            self._census.refused += 1
-            log.warning("a message is refused: %s", error)
-            self._outbox.send(peer, refusal(error), seq)
+            self._refuse(peer, error, seq)
 
-    def _reply(self, peer: bytes, message: Message) -> Message:
+    def _answer(self, peer: bytes, message: Message, seq: int) -> None:
+        try:
+            self._outbox.send(peer, self._reply(message), seq)
+        except TraceError as error:
+            self._refuse(peer, error, seq)
+
+    def _refuse(self, peer: bytes, error: TraceError, seq: int) -> None:
+        self._census.refused += 1
+        log.warning("a message is refused: %s", error)
+        self._outbox.send(peer, refusal(error), seq)
+
+    def _answer_waiting(self) -> None:
+        """Answer the clients that have read enough of what they asked for before."""
+        for _ in range(len(self._waiting)):
+            peer, fetch, seq = self._waiting.popleft()
+            if self._outbox.has_room(peer):
+                self._answer(peer, fetch, seq)
+            else:
+                self._waiting.append((peer, fetch, seq))
+
+    def _reply(self, message: Message) -> Message:
         match message:
             case Fetch():
-                self._outbox.check(peer)
                 return self._fetching.answer(message)
             case List():
                 return self._census.list(message)

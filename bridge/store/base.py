@@ -43,7 +43,7 @@ class Held:
     daemon's back; None where only this process can reach them.
     """
 
-    payload: Buffer
+    payload: memoryview
     sums: NDArray[np.uint64] | None = None
 
 

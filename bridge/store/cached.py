@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from bridge.errors import StoreFull
-from bridge.store.base import Entry, Fill, Held, Reader
+from bridge.store.base import Entry, Fill, Reader
 from bridge.store.disk import DiskStore
 from bridge.store.payloads import Payloads, cost
 
@@ -38,13 +38,8 @@ class CachedStore:
     @contextmanager
     def reader(self) -> Iterator[Reader]:
         """Give the payload lookup: memory first."""
-
-        def read(number: int) -> Held | None:
-            payload = self._recent.get(number)
-            return on_disk(number) if payload is None else Held(payload)
-
         with self._disk.reader() as on_disk:
-            yield read
+            yield lambda number: self._recent.get(number) or on_disk(number)
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Give up entries in both tiers."""

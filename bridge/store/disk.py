@@ -205,7 +205,7 @@ class DiskStore:
                 if payload is None or row_sums is None:
                     return None
                 whole = len(row_sums) // 8
-                return Held(payload, np.frombuffer(row_sums, dtype="<u8", count=whole))
+                return Held(memoryview(payload), np.frombuffer(row_sums, dtype="<u8", count=whole))
 
             yield read
 

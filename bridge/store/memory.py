@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from bridge.errors import StoreFull
-from bridge.store.base import Entry, Fill, Held, Reader
+from bridge.store.base import Entry, Fill, Reader
 from bridge.store.disk import DiskStore
 from bridge.store.payloads import Payloads, cost
 
@@ -44,19 +44,19 @@ class MemoryStore:
     def reader(self) -> Iterator[Reader]:
         """Give the payload lookup."""
         if self._spill is None:
-            yield self._in_memory
+            yield self._payloads.get
             return
         with self._spill.reader() as on_disk:
-            yield lambda number: self._in_memory(number) or on_disk(number)
+            yield lambda number: self._payloads.get(number) or on_disk(number)
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Give up entries."""
         elsewhere = []
         for number in numbers:
-            if self._payloads.pop(number) is None:
-                elsewhere.append(number)
-            else:
+            if self._payloads.pop(number):
                 del self._row_bytes[number]
+            else:
+                elsewhere.append(number)
         if self._spill is not None:
             self._spill.drop(elsewhere)
 
@@ -78,10 +78,6 @@ class MemoryStore:
         self._payloads.clear()
         if self._spill is not None:
             self._spill.close()
-
-    def _in_memory(self, number: int) -> Held | None:
-        payload = self._payloads.get(number)
-        return None if payload is None else Held(payload)
 
     def _make_room(self, needed: int) -> None:
         room = self._limit - self._index_bytes
@@ -111,9 +107,9 @@ class MemoryStore:
 
     def _oldest(self, nbytes: int) -> list[tuple[int, Entry]]:
         batch: list[tuple[int, Entry]] = []
-        for number, payload in self._payloads.items():
-            batch.append((number, Entry(b"", payload, self._row_bytes[number])))
-            nbytes -= cost(payload)
+        for number, held in self._payloads.items():
+            batch.append((number, Entry(b"", held.payload, self._row_bytes[number])))
+            nbytes -= cost(held.payload)
             if nbytes <= 0:
                 break
         return batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import ItemsView
 
+from bridge.store.base import Held
 from bridge.wire.envelope import Buffer
 
 _SMALL_FRAME = 32 << 10
@@ -14,7 +15,7 @@ class Payloads:
     """Frames as they arrived, without a copy; ``nbytes`` is the memory that they take, about."""
 
     def __init__(self) -> None:
-        self._held: dict[int, Buffer] = {}
+        self._held: dict[int, Held] = {}
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -22,10 +23,10 @@ class Payloads:
 
     def put(self, number: int, payload: Buffer) -> None:
         """Hold a payload under a new number."""
-        self._held[number] = _owned(payload)
+        self._held[number] = Held(memoryview(_owned(payload)))
         self.nbytes += cost(payload)
 
-    def get(self, number: int) -> Buffer | None:
+    def get(self, number: int) -> Held | None:
         """Return a payload, None if it is not held."""
         return self._held.get(number)
 
@@ -33,16 +34,17 @@ class Payloads:
         """Return the number that was put first."""
         return next(iter(self._held))
 
-    def items(self) -> ItemsView[int, Buffer]:
+    def items(self) -> ItemsView[int, Held]:
         """Return (number, payload) pairs, oldest first."""
         return self._held.items()
 
-    def pop(self, number: int) -> Buffer | None:
-        """Let go of a payload and return it, None if it is not held."""
-        payload = self._held.pop(number, None)
-        if payload is not None:
-            self.nbytes -= cost(payload)
-        return payload
+    def pop(self, number: int) -> bool:
+        """Let go of a payload; return False if it is not held."""
+        held = self._held.pop(number, None)
+        if held is None:
+            return False
+        self.nbytes -= cost(held.payload)
+        return True
 
     def clear(self) -> None:
         """Let go of everything."""

@@ -47,7 +47,7 @@ class Hello(HeaderOnly):
         """Return the header fields."""
         return {
             "engine_id": self.engine_id,
-            "layout": self.layout.to_dict(),
+            "layout": layout_body(self.layout),
             "kv_scales": packed_kv_scales(self.kv_scales),
             "model": dict(self.model),
         }
@@ -262,6 +262,12 @@ class WeightDigests(HeaderOnly):
 def parsed_layout(fields: Fields) -> RecordLayout:
     """Return the layout of a header; raise SchemaMismatch if it is not a valid one."""
     return _layout_of(msgpack.packb(fields.mapping("layout")))
+
+
+@lru_cache(maxsize=64)
+def layout_body(layout: RecordLayout) -> dict[str, Any]:
+    """Return the header field of a layout, which nobody may change."""
+    return layout.to_dict()
 
 
 @lru_cache(maxsize=64)

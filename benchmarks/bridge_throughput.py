@@ -1,0 +1,302 @@
+"""What the bridge costs over the bare transports it is made of, and whether that stays flat.
+
+Every ratio is measured in one run, bridge and peer taking turns at the same bytes, so that both see
+the same machine; the median of the rounds counts. The bridge runs as an engine finds it: its own
+process, acknowledgements and checksums on.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from benchmarks.bridge_peers import BarePipe, cpu_seconds, resident_bytes, write_and_sync
+from bridge import embedded
+from bridge.client import TraceClient
+from bridge.layout import ModelShape, Part, RecordLayout, Site, deeper_half
+from bridge.producer import RecordProducer
+from bridge.wire import Fetch, FetchReply, Rows, encode
+
+ROWS = 256  # of one message: a forward pass of a full decode batch
+MIB = 1 << 20
+
+QWEN_35B = ModelShape(40, 2048, 512, 256, 8, 2, 256, tuple(range(40)), tuple(range(3, 40, 4)))
+QWEN_30B = ModelShape(48, 2048, 768, 128, 8, 4, 128, tuple(range(48)), tuple(range(48)))
+SMALL = ModelShape(1, 256, 128, 8, 4, 1, 16, (0,), (0,))
+LAYOUTS = {
+    "Qwen3.5-35B-A3B, default": RecordLayout(
+        QWEN_35B, deeper_half(40), (Site.FC1, Site.K, Site.V, Site.ROUTES)
+    ),
+    "Qwen3-30B-A3B, with fc2": RecordLayout(QWEN_30B, deeper_half(48), tuple(Site)),
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """Messages of one forward pass each, again and again: layout, record bytes, how many bytes."""
+
+    name: str
+    layout: RecordLayout
+    payload: NDArray[np.uint8]
+    round_bytes: int
+
+    @property
+    def messages(self) -> int:
+        return max(1, self.round_bytes // self.payload.nbytes)
+
+    @property
+    def rows(self) -> int:
+        return self.messages * ROWS
+
+
+def loads(round_bytes: int) -> list[Load]:
+    rng = np.random.default_rng(0)
+    return [
+        Load(
+            name,
+            layout,
+            rng.integers(0, 256, (ROWS, layout.row_bytes(Part.FORWARD)), dtype=np.uint8),
+            round_bytes,
+        )
+        for name, layout in LAYOUTS.items()
+    ]
+
+
+@contextmanager
+def served(load: Load, **options: Any) -> Iterator[tuple[int, RecordProducer, TraceClient]]:
+    """A bridge of its own: (process id, an engine that said hello, a trainer)."""
+    bridge = embedded.start(**options)
+    try:
+        with RecordProducer(bridge.endpoint) as engine, TraceClient(bridge.endpoint) as trainer:
+            engine.hello("engine", load.layout)
+            yield bridge.process.pid, engine, trainer
+    finally:
+        bridge.stop()
+
+
+def send(engine: RecordProducer, load: Load, turn: int) -> float:
+    """Seconds until all rows of a turn are acknowledged."""
+    started = time.perf_counter()
+    first = turn * load.rows
+    for begin in range(first, first + load.rows, ROWS):
+        rows = np.arange(begin, begin + ROWS)
+        engine.send_rows(Part.FORWARD, rows, load.payload, str(turn), copy=False)
+    engine.flush()
+    return time.perf_counter() - started
+
+
+def ratios(
+    name: str, load: Load, ours: list[float], peer: list[float], **more: Any
+) -> dict[str, Any]:
+    nbytes = load.messages * load.payload.nbytes
+    return {
+        "measure": name,
+        "shape": load.name,
+        "row_bytes": load.payload.shape[1],
+        "mb_per_s": nbytes / statistics.median(ours) / 1e6,
+        "peer_mb_per_s": nbytes / statistics.median(peer) / 1e6,
+        "ratio": statistics.median(b / a for a, b in zip(ours, peer, strict=True)),
+        **more,
+    }
+
+
+def ingest_memory(load: Load, rounds: int) -> dict[str, Any]:
+    """Ingest into memory that earlier steps have used, against PUSH and PULL of the same frames."""
+    message = Rows.of("engine", Part.FORWARD, np.arange(ROWS), load.payload, "0")
+    pipe = BarePipe(encode(message, 0), to_child=True)
+    ours, peer, spent = [], [], []
+    with served(load, keep=1, memory_limit="4GiB") as (pid, engine, trainer):
+        for turn in range(rounds + 2):
+            trainer.begin_step(turn)
+            with cpu_seconds(pid) as cpu:
+                ours.append(send(engine, load, turn))
+            peer.append(pipe.seconds(load.messages))
+            spent += cpu
+    pipe.close()
+    per_gb = statistics.median(spent[2:]) / (load.messages * load.payload.nbytes) * 1e9
+    first_fill = peer[0] / ours[0]
+    return ratios(
+        "ingest to memory", load, ours[2:], peer[2:], cpu_s_per_gb=per_gb, first_fill=first_fill
+    )
+
+
+def ingest_disk(load: Load, rounds: int, folder: Path) -> dict[str, Any]:
+    """Ingest to disk, against writing the same bytes to a file with as many fsyncs."""
+    ours, peer, cadence = [], [], 0
+    directory = folder / "store"
+    with served(load, directory=directory, keep=1, memory_limit="256MiB") as (_, engine, trainer):
+        for turn in range(rounds + 1):
+            trainer.begin_step(turn)
+            before = trainer.stats().commits
+            ours.append(send(engine, load, turn))
+            cadence = trainer.stats().commits - before
+            data = load.payload.data
+            peer.append(write_and_sync(folder / "plain", data, load.messages, cadence))
+    per_sync = load.messages * load.payload.nbytes / cadence / MIB
+    return ratios("ingest to disk", load, ours[1:], peer[1:], mib_per_sync=per_sync)
+
+
+def fetch_memory(load: Load, rounds: int) -> list[dict[str, Any]]:
+    """Fetch from memory, against PUSH and PULL of the same frames.
+
+    A decoded trajectory has one row in every message, a prompt has whole messages.
+    """
+    rows_of = {
+        "decoded": np.arange(load.messages) * ROWS,
+        "prompt": np.arange(load.messages),
+    }
+    measured = []
+    with served(load, memory_limit="4GiB") as (pid, engine, trainer):
+        send(engine, load, 0)
+        for kind, rows in rows_of.items():
+            names = [f"{kind}{number}" for number in range(ROWS)]
+            for number, name in enumerate(names):
+                own = rows + number * (1 if kind == "decoded" else load.messages)
+                engine.send_trajectory(name, 0, range(load.messages), own, "finished")
+            engine.flush()
+            page = trainer._reply(trainer._say(Fetch(names[0])), FetchReply, time.monotonic() + 60)
+            pipe = BarePipe(encode(page, 0), to_child=False)
+            ours, peer, spent = [], [], []
+            for _ in range(rounds + 1):
+                with cpu_seconds(pid) as cpu:
+                    started = time.perf_counter()
+                    for name in names:
+                        trainer.fetch(name)
+                    ours.append(time.perf_counter() - started)
+                peer.append(pipe.seconds(len(names)))
+                spent += cpu
+            pipe.close()
+            per_gb = statistics.median(spent[1:]) / (load.rows * load.payload.shape[1]) * 1e9
+            measured.append(ratios(f"fetch {kind}", load, ours[1:], peer[1:], cpu_s_per_gb=per_gb))
+    return measured
+
+
+def flat_cost(most: int) -> list[dict[str, Any]]:
+    """CPU of the daemon per row while it holds more and more rows: ingest, and fetch of 100,000."""
+    layout = RecordLayout(SMALL, (0,), (Site.FC1,))
+    payload = np.zeros((ROWS, layout.row_bytes(Part.FORWARD)), dtype=np.uint8)
+    load = Load("small rows", layout, payload, 0)
+    window, length = min(most, 1_000_000), 1000
+    measured: list[dict[str, Any]] = []
+    with served(load, memory_limit="6GiB") as (pid, engine, trainer):
+        held = turn = 0
+        for target in [10**power for power in range(4, 8) if 10**power <= most]:
+            with cpu_seconds(pid) as cpu:
+                began = held
+                while held < target:
+                    rows = np.arange(held, held + ROWS)
+                    engine.send_rows(Part.FORWARD, rows, payload, "v", copy=False)
+                    held += ROWS
+                    if held // (ROWS * length) > turn:
+                        for number in range(ROWS):
+                            own = turn * ROWS * length + number + np.arange(length) * ROWS
+                            engine.send_trajectory(
+                                f"{turn}.{number}", 0, range(length), own, "finished"
+                            )
+                        turn += 1
+                engine.flush()
+            stats = trainer.stats()
+            row = {"rows_held": held, "ingest_us_per_row": cpu[0] / (held - began) * 1e6}
+            if turn:
+                names = [f"{n % turn}.{n * 7 % ROWS}" for n in range(window // 10 // length * 10)]
+                with cpu_seconds(pid) as cpu:
+                    for name in names:
+                        trainer.fetch(name)
+                row["fetch_us_per_row"] = cpu[0] / (len(names) * length) * 1e6
+            row["index_bytes_per_row"] = stats.index_bytes / held
+            measured.append({"measure": "cost per row", **row})
+    return measured
+
+
+def resident(load: Load, folder: Path, limit_mib: int) -> dict[str, Any]:
+    """Memory of the daemon that takes four times its memory limit, with a disk below."""
+    most = {"RssAnon": 0, "RssFile": 0}
+    limit = f"{limit_mib}MiB"
+    with served(load, memory_limit=limit, spill=folder) as (pid, engine, trainer):
+        for turn in range(max(1, 4 * limit_mib * MIB // load.round_bytes)):
+            send(engine, load, turn)
+            most = {name: max(most[name], now) for name, now in resident_bytes(pid).items()}
+        names = [f"t{number}" for number in range(8)]
+        for number, name in enumerate(names):
+            rows = np.arange(load.messages) * ROWS + number
+            engine.send_trajectory(name, 0, range(load.messages), rows, "finished")
+        engine.flush()
+        for name in names:
+            trainer.fetch(name)
+            most = {key: max(most[key], now) for key, now in resident_bytes(pid).items()}
+    return {
+        "measure": "resident memory",
+        "shape": load.name,
+        "limit_bytes": limit_mib * MIB,
+        "own_bytes": most["RssAnon"],
+        "file_bytes": most["RssFile"],
+        "own_over_limit": most["RssAnon"] / (limit_mib * MIB),
+    }
+
+
+def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "name": "bridge_throughput",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit,
+        "command": " ".join(["python", "-m", "benchmarks.bridge_throughput", *sys.argv[1:]]),
+        "device": f"{platform.machine()} CPU",
+        "versions": {name: version(name) for name in ("pyzmq", "lmdb", "numpy", "xxhash")},
+        "rows": rows,
+    }
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Where to write the JSON.")] = Path(
+        "benchmarks/results/cpu/bridge.json"
+    ),
+    folder: Annotated[
+        Path | None, typer.Option(help="Disk to measure on; default: that of temporary files.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
+    round_mib: Annotated[int, typer.Option(min=64, help="MiB moved in a round.")] = 512,
+    most_rows: Annotated[int, typer.Option(help="Rows held at the end of cost per row.")] = 10**7,
+    only: Annotated[str, typer.Option(help="Measure only this: memory, disk, fetch, ...")] = "",
+) -> None:
+    """Measures ingest, fetch, cost per row and memory of the bridge; writes JSON."""
+    shapes = loads(round_mib * MIB)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        work = Path(name)
+        measures = {
+            "memory": lambda: [ingest_memory(load, rounds) for load in shapes],
+            "disk": lambda: [ingest_disk(load, rounds, work) for load in shapes],
+            "fetch": lambda: [row for load in shapes for row in fetch_memory(load, rounds)],
+            "flat": lambda: flat_cost(most_rows),
+            "resident": lambda: [resident(shapes[0], work, 1024)],
+        }
+        rows: list[dict[str, Any]] = []
+        for key, measure in measures.items():
+            if only in ("", key):
+                rows += measure()
+                print(json.dumps(rows[-1]), file=sys.stderr)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result(rows), indent=1) + "\n")
+    print(out.read_text())
+
+
+if __name__ == "__main__":
+    typer.run(main)
