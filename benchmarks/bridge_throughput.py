@@ -170,14 +170,14 @@ def fetch_memory(load: Load, rounds: int) -> list[dict[str, Any]]:
                 own = rows + number * (1 if kind == "decoded" else load.messages)
                 engine.send_trajectory(name, 0, range(load.messages), own, "finished")
             engine.flush()
-            page = trainer._reply(trainer._say(Fetch(names[0])), FetchReply, time.monotonic() + 60)
+            page = trainer._ask(Fetch(names[0]), FetchReply)
             pipe = BarePipe(encode(page, 0), to_child=False)
             ours, peer, spent = [], [], []
             for _ in range(rounds + 1):
                 with cpu_seconds(pid) as cpu:
                     started = time.perf_counter()
-                    for name in names:
-                        trainer.fetch(name)
+                    for _ in trainer.fetch_all(names):
+                        pass
                     ours.append(time.perf_counter() - started)
                 peer.append(pipe.seconds(len(names)))
                 spent += cpu
@@ -216,8 +216,8 @@ def flat_cost(most: int) -> list[dict[str, Any]]:
             if turn:
                 names = [f"{n % turn}.{n * 7 % ROWS}" for n in range(window // 10 // length * 10)]
                 with cpu_seconds(pid) as cpu:
-                    for name in names:
-                        trainer.fetch(name)
+                    for _ in trainer.fetch_all(names):
+                        pass
                 row["fetch_us_per_row"] = cpu[0] / (len(names) * length) * 1e6
             row["index_bytes_per_row"] = stats.index_bytes / held
             measured.append({"measure": "cost per row", **row})
