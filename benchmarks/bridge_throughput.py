@@ -72,13 +72,13 @@ class Load:
         return self.messages * self.batch
 
 
-def loads(round_bytes: int) -> list[Load]:
+def loads(round_bytes: int, most_rows: int = MOST_ROWS) -> list[Load]:
     rng = np.random.default_rng(0)
     return [
         Load(
             name,
             layout,
-            rng.integers(0, 256, (min(MOST_ROWS, 4 * MIB // width), width), dtype=np.uint8),
+            rng.integers(0, 256, (min(most_rows, 4 * MIB // width), width), dtype=np.uint8),
             round_bytes,
         )
         for name, layout in LAYOUTS.items()
@@ -164,7 +164,7 @@ def ingest_memory(load: Load, rounds: int) -> dict[str, Any]:
 def ingest_disk(load: Load, rounds: int, folder: Path) -> dict[str, Any]:
     """Ingest to disk, against writing the same bytes to a file with as many fsyncs."""
     ours, peer, cadence = Sides(), Sides(), 0
-    directory = folder / "store"
+    directory = folder / str(load.payload.shape[1])
     with served(load, directory=directory, keep=1, memory_limit="256MiB") as (pid, engine, trainer):
         for turn in range(rounds + 1):
             trainer.begin_step(turn)
@@ -199,18 +199,15 @@ def fetch_memory(load: Load, rounds: int) -> list[dict[str, Any]]:
             engine.flush()
             page = trainer._ask(Fetch(names[0]), FetchReply)
             pipe = BarePipe(encode(page, 0), to_child=False)
-            ours, peer, spent = [], [], []
+            ours, peer = Sides(), Sides()
             for _ in range(rounds + 1):
-                with cpu_seconds(pid) as cpu:
-                    started = time.perf_counter()
+                with ours.measured(pid):
                     for _ in trainer.fetch_all(names):
                         pass
-                    ours.append(time.perf_counter() - started)
-                peer.append(pipe.seconds(len(names)))
-                spent += cpu
+                with peer.measured(pipe.pid):
+                    pipe.move(len(names))
             pipe.close()
-            per_gb = statistics.median(spent[1:]) / (load.rows * load.payload.shape[1]) * 1e9
-            measured.append(ratios(f"fetch {kind}", load, ours[1:], peer[1:], cpu_s_per_gb=per_gb))
+            measured.append(ratios(f"fetch {kind}", load, ours.after(1), peer.after(1)))
     return measured
 
 
@@ -339,7 +336,9 @@ def main(
         measures = {
             "memory": lambda: [ingest_memory(load, rounds) for load in shapes],
             "disk": lambda: [ingest_disk(load, rounds, work) for load in shapes],
-            "fetch": lambda: [row for load in shapes for row in fetch_memory(load, rounds)],
+            "fetch": lambda: [
+                row for load in loads(2 * round_mib * MIB, 64) for row in fetch_memory(load, rounds)
+            ],
             "flat": lambda: flat_cost(most_rows),
             "resident": lambda: [resident(shapes[0], work, 1024)],
         }
