@@ -1,4 +1,7 @@
-"""Command line of the bridge: serve it, inspect it."""
+"""Command line of the bridge: serve it, inspect it, collect what is old.
+
+What only one command needs is imported there: a daemon should start in a fraction of a second.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from typing import Annotated
 import typer
 
 from bridge.errors import TraceError
-from bridge.inspection import inspect_directory, inspect_endpoint, render, to_json
-from bridge.serving import LogLevel, serve_until_stopped
+from bridge.serving import Limits, LogLevel, serve_until_stopped
+from bridge.wire import Policy
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -26,18 +29,45 @@ DirOption = Annotated[
 ]
 
 
+EndpointOption = Annotated[str, typer.Option(help="The bridge to ask.")]
+KeepOption = Annotated[
+    int | None,
+    typer.Option("--keep", min=1, help="RL steps to keep, the current one too.", metavar="STEPS"),
+]
+VersionDiffOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="Give up rows this many weight versions behind the newest.", metavar="N"
+    ),
+]
+ExpireOption = Annotated[
+    int | None,
+    typer.Option(
+        "--expire", min=0, help="Give up unfinished trajectories without news.", metavar="SECONDS"
+    ),
+]
+DEFAULT_ENDPOINT = "tcp://127.0.0.1:5601"
+
+
 @app.command()
 def serve(
     endpoint: Annotated[
         str, typer.Option(help="Where to listen: a loopback address; port 0 takes a free port.")
-    ] = "tcp://127.0.0.1:5601",
+    ] = DEFAULT_ENDPOINT,
     directory: DirOption = None,
     disk_limit: Annotated[
-        str, typer.Option(help="Most that the files under --dir may take.", metavar="SIZE")
+        str, typer.Option(help="Most that the files may take.", metavar="SIZE")
     ] = "64GiB",
     memory_limit: Annotated[
-        str, typer.Option(help="Most to hold in memory when there is no --dir.", metavar="SIZE")
+        str, typer.Option(help="Most memory for records and their index.", metavar="SIZE")
     ] = "8GiB",
+    spill: Annotated[
+        Path | None,
+        typer.Option(help="Where to put what memory cannot hold, without --dir.", metavar="DIR"),
+    ] = None,
+    keep: KeepOption = None,
+    max_version_diff: VersionDiffOption = None,
+    expire: ExpireOption = None,
     log_level: Annotated[LogLevel, typer.Option(help="What to log to stderr.")] = LogLevel.WARNING,
     parent: Annotated[
         int | None, typer.Option(help="Stop when this parent process ends.", metavar="PID")
@@ -45,10 +75,36 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; prints `bridge ready ENDPOINT` when it listens.
 
-    With --dir an acknowledged record survives a crash; without, records live in memory only.
+    With --dir an acknowledged record survives a crash, and memory is a cache; without, records
+    live in memory and then in scratch space on disk, as long as the bridge runs.
     """
     with _one_sentence_errors():
-        serve_until_stopped(endpoint, directory, disk_limit, memory_limit, log_level, parent)
+        serve_until_stopped(
+            endpoint,
+            Limits(directory, spill, memory_limit, disk_limit),
+            Policy(keep, max_version_diff, expire),
+            log_level,
+            parent,
+        )
+
+
+@app.command()
+def gc(
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    keep: KeepOption = None,
+    max_version_diff: VersionDiffOption = None,
+    expire: ExpireOption = None,
+) -> None:
+    """Give up old records of a running bridge now; pinned trajectories stay."""
+    from bridge.client import TraceClient
+
+    with _one_sentence_errors():
+        policy = Policy(keep, max_version_diff, expire)
+        if policy == Policy():
+            raise TraceError("gc needs --keep, --max-version-diff or --expire to know what is old")
+        with TraceClient(endpoint) as client:
+            done = client.gc(policy)
+        print(f"gave up {done.trajectories} trajectories and {done.rows} rows")
 
 
 @app.command()
@@ -56,11 +112,13 @@ def inspect(
     trajectory: Annotated[
         str, typer.Argument(help="Only trajectories whose name begins so.", metavar="[TRAJECTORY]")
     ] = "",
-    endpoint: Annotated[str, typer.Option(help="The bridge to ask.")] = "tcp://127.0.0.1:5601",
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
     directory: DirOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
     """List trajectories, rows and bytes of a running bridge, or of a --dir without one."""
+    from bridge.inspection import inspect_directory, inspect_endpoint, render, to_json
+
     with _one_sentence_errors():
         if directory is None:
             inspection = inspect_endpoint(endpoint, trajectory)

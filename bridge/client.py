@@ -6,38 +6,36 @@ Shapes: T = positions.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
-import zmq
 from numpy.typing import ArrayLike, NDArray
 
-from bridge.errors import BridgeUnreachable, CorruptMessage, TraceError
+from bridge.connection import Connection, Reply
+from bridge.errors import TraceError
 from bridge.layout import Site
-from bridge.pages import join
 from bridge.records import TrajectoryRecords
-from bridge.refusal import exception
 from bridge.wire import (
+    Ack,
     Digests,
     DigestsReply,
-    Error,
     Fetch,
-    FetchReply,
+    Gc,
+    GcReply,
     List,
     ListReply,
     Message,
+    Pin,
     Ping,
+    Policy,
     Pong,
     Stats,
     StatsReply,
+    Step,
     TrajectorySummary,
-    decode,
-    encode,
 )
-
-Reply = TypeVar("Reply", bound=Message)
 
 
 class TokenMismatch(TraceError):
@@ -54,9 +52,9 @@ class TraceClient:
     def __init__(self, endpoint: str, *, timeout_s: float = 30.0) -> None:
         self.endpoint = endpoint
         self._timeout_s = timeout_s
-        self._context = zmq.Context()
-        self._socket = self._connect()
-        self._next_seq = 0
+        self._connection = Connection(endpoint)
+
+    # --- records
 
     def fetch(
         self,
@@ -88,17 +86,43 @@ class TraceClient:
         expected_T = None if expect_tokens is None else np.asarray(expect_tokens)
         if expected_T is not None and stop is None:
             stop = start + len(expected_T)
-        fetch = Fetch(
-            trajectory,
-            start,
-            stop,
-            None if layers is None else tuple(layers),
-            None if sites is None else tuple(str(site) for site in sites),
-        )
-        records = join(self._pages(fetch, time.monotonic() + (timeout_s or self._timeout_s)))
+        fetch = Fetch(trajectory, start, stop, *_names(layers, sites))
+        (records,) = self._read([fetch], False, timeout_s)
+        assert records is not None
         if expected_T is not None:
             _check_tokens(records, expected_T)
         return records
+
+    def fetch_all(
+        self,
+        trajectories: Iterable[str],
+        *,
+        layers: Iterable[int] | None = None,
+        sites: Iterable[Site] | None = None,
+        allow_unknown: bool = False,
+        timeout_s: float | None = None,
+    ) -> Iterator[TrajectoryRecords | None]:
+        """Yield the records of whole trajectories in order, reading ahead of what is yielded.
+
+        Faster than one `fetch` after the other, which lets the bridge wait for the reader. Use the
+        client for nothing else until the last one is yielded.
+
+        Args:
+            trajectories: names.
+            layers: layers whose fc1, fc2, k and v to return; None: all recorded.
+            sites: sites to return; None: all recorded.
+            allow_unknown: yield None for a name under which nothing is held.
+            timeout_s: for the whole call, instead of the client's.
+
+        Raises:
+            UnknownTrajectory: the bridge holds nothing under a name.
+            LayoutError: a layer or site is asked for that the engine does not record.
+        """
+        narrowed = _names(layers, sites)
+        fetches = [Fetch(name, 0, None, *narrowed) for name in trajectories]
+        return self._read(fetches, allow_unknown, timeout_s)
+
+    # --- what is held
 
     def list_trajectories(self, prefix: str = "") -> list[TrajectorySummary]:
         """Return what is held of every trajectory whose name begins with ``prefix``."""
@@ -131,9 +155,30 @@ class TraceClient:
         """Return when the daemon answers."""
         self._ask(Ping(), Pong)
 
+    # --- what a trainer says of the life of records
+
+    def begin_step(self, step: int) -> None:
+        """Tell that RL step ``step`` begins: what is recorded from here on belongs to it.
+
+        A bridge that serves with --keep N then gives up what was last told N steps ago.
+        """
+        self._ask(Step(step), Ack)
+
+    def pin(self, trajectories: Iterable[str], lease_s: int = 3600) -> None:
+        """Keep trajectories for at most ``lease_s`` seconds, whatever is collected meanwhile."""
+        self._ask(Pin(tuple(trajectories), lease_s), Pong)
+
+    def unpin(self, trajectories: Iterable[str]) -> None:
+        """Let pinned trajectories go."""
+        self._ask(Pin(tuple(trajectories), 0), Pong)
+
+    def gc(self, policy: Policy) -> GcReply:
+        """Collect by a policy now; return what was collected."""
+        return self._ask(Gc(policy), GcReply)
+
     def close(self) -> None:
         """Close the connection."""
-        self._context.destroy(linger=0)
+        self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -146,51 +191,25 @@ class TraceClient:
     ) -> None:
         self.close()
 
-    def _pages(self, fetch: Fetch, end: float) -> list[FetchReply]:
-        """Ask for page after page; begin again if the trajectory changes meanwhile."""
-        pages: list[FetchReply] = []
-        start = fetch.start
-        while True:
-            wanted = Fetch(fetch.trajectory, start, fetch.stop, fetch.layers, fetch.sites)
-            page = self._ask(wanted, FetchReply, end)
-            if pages and page.revision != pages[0].revision:
-                pages, start = [], fetch.start
-                continue
-            pages.append(page)
-            start = page.start + len(page.tokens)
-            if start >= min(page.length, page.length if fetch.stop is None else fetch.stop):
-                return pages
+    def _ask(self, question: Message, kind: type[Reply]) -> Reply:
+        return self._connection.ask(question, kind, time.monotonic() + self._timeout_s)
 
-    def _ask(self, question: Message, kind: type[Reply], end: float | None = None) -> Reply:
-        seq = self._next_seq
-        self._next_seq += 1
-        self._socket.send_multipart(encode(question, seq), copy=False)
-        reply = self._receive(seq, end or time.monotonic() + self._timeout_s)
-        if isinstance(reply, Error):
-            raise exception(reply)
-        if not isinstance(reply, kind):
-            raise CorruptMessage(f"the bridge answered {question.KIND} with {reply.KIND}")
-        return reply
+    def _read(
+        self, fetches: list[Fetch], allow_unknown: bool, timeout_s: float | None
+    ) -> Iterator[TrajectoryRecords | None]:
+        from bridge.paging import Paging  # torch, which only a reader of records needs
 
-    def _receive(self, seq: int, end: float) -> Message:
-        """Return the answer to ``seq``; answers to questions given up before are passed over."""
-        while self._socket.poll(max(0, int((end - time.monotonic()) * 1000))):
-            frames = self._socket.recv_multipart(copy=False)
-            message, answered = decode([frame.buffer for frame in frames])
-            if answered == seq or (isinstance(message, Error) and answered < 0):
-                return message
-        self._socket.close(linger=0)
-        self._socket = self._connect()
-        raise BridgeUnreachable(
-            f"no bridge answers at {self.endpoint}; start it: python -m bridge serve "
-            f"--endpoint {self.endpoint}"
-        )
+        end = time.monotonic() + (timeout_s or self._timeout_s)
+        return Paging(self._connection, end).all(fetches, allow_unknown)
 
-    def _connect(self) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(self.endpoint)
-        return socket
+
+def _names(
+    layers: Iterable[int] | None, sites: Iterable[Site] | None
+) -> tuple[tuple[int, ...] | None, tuple[str, ...] | None]:
+    return (
+        None if layers is None else tuple(layers),
+        None if sites is None else tuple(str(site) for site in sites),
+    )
 
 
 def _check_tokens(records: TrajectoryRecords, expected_T: NDArray[np.int_]) -> None:

@@ -40,22 +40,39 @@ def start(
     *,
     disk_limit: str | None = None,
     memory_limit: str | None = None,
+    spill: Path | str | None = None,
+    keep: int | None = None,
+    max_version_diff: int | None = None,
+    expire_s: int | None = None,
     endpoint: str = "tcp://127.0.0.1:0",
     ready_timeout_s: float = 60.0,
 ) -> EmbeddedBridge:
     """Start a daemon on a free loopback port and return when it listens.
 
     Args:
-        directory: where records are kept; None keeps them in memory only.
+        directory: where records are kept, safe against crashes; None keeps them in memory and,
+            beyond its limit, in scratch space on disk, as long as the daemon runs.
         disk_limit: size such as "64GiB"; None is the default of ``python -m bridge serve``.
-        memory_limit: likewise for a daemon without directory.
+        memory_limit: likewise, for records in memory and the index of all records.
+        spill: where the scratch space is made; None is the system's place for temporary files.
+        keep: RL steps kept (see TraceClient.begin_step); None keeps all.
+        max_version_diff: weight versions behind the newest that are kept; None keeps all.
+        expire_s: seconds without news after which an unfinished trajectory is given up.
         endpoint: where to listen instead.
         ready_timeout_s: how long to wait for it.
 
     Raises:
         BridgeUnreachable: it ended or did not listen in time; its reason is on stderr.
     """
-    options = {"--dir": directory, "--disk-limit": disk_limit, "--memory-limit": memory_limit}
+    options = {
+        "--dir": directory,
+        "--disk-limit": disk_limit,
+        "--memory-limit": memory_limit,
+        "--spill": spill,
+        "--keep": keep,
+        "--max-version-diff": max_version_diff,
+        "--expire": expire_s,
+    }
     command = [sys.executable, "-m", "bridge", "serve", "--endpoint", endpoint]
     command += ["--parent", str(os.getpid())]
     for option, value in options.items():

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bridge.formats import NVFP4_BLOCK as NVFP4_BLOCK
+
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E4M3_NAN = 0x7F
 E8M0_NAN = 0xFF
-NVFP4_BLOCK = 16
 MXFP4_BLOCK = 32
 SIGN_BIT = 8
 MAGNITUDE_BITS = 7

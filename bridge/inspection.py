@@ -23,8 +23,13 @@ class Inspection:
 
     source: str
     store: str
-    used_bytes: int
-    limit_bytes: int | None
+    memory_bytes: int
+    disk_bytes: int
+    memory_limit: int | None
+    disk_limit: int | None
+    full: bool
+    step: int
+    dropped_rows: int
     trajectories: list[TrajectorySummary]
 
 
@@ -35,8 +40,13 @@ def inspect_endpoint(endpoint: str, prefix: str) -> Inspection:
         return Inspection(
             endpoint,
             stats.store,
-            stats.used_bytes,
-            stats.limit_bytes,
+            stats.memory_bytes + stats.index_bytes,
+            stats.disk_bytes,
+            stats.memory_limit,
+            stats.disk_limit,
+            bool(stats.full),
+            stats.step,
+            stats.dropped_rows,
             client.list_trajectories(prefix),
         )
 
@@ -48,7 +58,19 @@ def inspect_directory(directory: Path, prefix: str) -> Inspection:
         catalog, _ = recover(store)
         names = [name for name in catalog.trajectories if name.startswith(prefix)]
         summaries = [summarize(catalog, name) for name in names]
-        return Inspection(str(directory), store.tier, store.used_bytes(), None, summaries)
+        dropped = sum(engine.dropped_rows for engine in catalog.engine_list)
+        return Inspection(
+            str(directory),
+            store.tier,
+            memory_bytes=0,
+            disk_bytes=store.fill().disk_bytes,
+            memory_limit=None,
+            disk_limit=None,
+            full=False,
+            step=catalog.step,
+            dropped_rows=dropped,
+            trajectories=summaries,
+        )
     finally:
         store.close()
 
@@ -79,13 +101,16 @@ def render(inspection: Inspection) -> None:
         )
     console = Console()
     console.print(table)
-    console.print(f"store: {_fill(inspection)} (a row that trajectories share is stored once)")
+    memory = _fill(inspection.memory_bytes, inspection.memory_limit)
+    disk = _fill(inspection.disk_bytes, inspection.disk_limit)
+    console.print(f"memory: {memory}, disk: {disk} (a row that trajectories share is stored once)")
+    console.print(f"RL step {inspection.step}, {inspection.dropped_rows} rows dropped by engines")
+    if inspection.full:
+        console.print("the store is full and refuses records: python -m bridge gc makes room")
 
 
-def _fill(inspection: Inspection) -> str:
-    used = format_size(inspection.used_bytes)
-    limit = inspection.limit_bytes
-    return used if limit is None else f"{used} of {format_size(limit)}"
+def _fill(used: int, limit: int | None) -> str:
+    return format_size(used) if not limit else f"{format_size(used)} of {format_size(limit)}"
 
 
 def _totals(inspection: Inspection) -> dict[str, int]:

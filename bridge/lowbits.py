@@ -11,13 +11,10 @@ Shape legend: N code words of one row (a multiple of 8); b bits kept.
 import torch
 from torch import Tensor
 
-MAX_BITS = 4
+from bridge.formats import MAX_BITS as MAX_BITS
+from bridge.formats import plane_bytes as plane_bytes
+
 _LANES = 8
-
-
-def plane_bytes(n: int, bits: int) -> int:
-    """Return the bytes that `bits` planes of `n` code words take."""
-    return bits * n // _LANES
 
 
 def pack_planes(codes_u8: Tensor, bits: int) -> Tensor:

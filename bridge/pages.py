@@ -1,11 +1,11 @@
 """Join the pages of one trajectory into tensors, each byte copied once.
 
-Shapes: T = positions asked for.
+Shapes: T = positions asked for, P = positions of a page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -16,13 +16,31 @@ from bridge.records import TrajectoryRecords
 from bridge.wire import FetchReply
 
 
-def join(pages: Sequence[FetchReply]) -> TrajectoryRecords:
-    """Return the records of consecutive pages (one at least) of one revision of a trajectory."""
-    first = pages[0]
-    weight_versions, versions_T = _joined_table(
-        [(page.weight_versions, page.versions) for page in pages]
-    )
-    engine_ids, engines_T = _joined_table([(page.engine_ids, page.engines) for page in pages])
+def join(pages: Iterator[FetchReply], stop: int | None) -> TrajectoryRecords:
+    """Return the records of consecutive pages (one at least) of one revision of a trajectory.
+
+    The tensors are made for all positions when the first page is there, and every page is copied
+    while the next ones travel. ``stop`` is the fetch's.
+    """
+    first = next(pages)
+    end = first.length if stop is None else min(stop, first.length)
+    total = max(end - first.start, len(first.tokens))
+    tokens = torch.empty(total, dtype=torch.int32)
+    forward = torch.empty(total, first.forward.shape[1], dtype=torch.uint8)
+    kv = torch.empty(total, first.kv.shape[1], dtype=torch.uint8)
+    forward_valid, kv_valid = (torch.empty(total, dtype=torch.bool) for _ in range(2))
+    versions, engines = _NameTable(total), _NameTable(total)
+    at = 0
+    page: FetchReply | None = first
+    while page is not None:
+        here = slice(at, at + len(page.tokens))
+        tokens.numpy()[here] = page.tokens
+        forward.numpy()[here], kv.numpy()[here] = page.forward, page.kv
+        forward_valid.numpy()[here], kv_valid.numpy()[here] = page.forward_valid, page.kv_valid
+        versions.put(here, page.weight_versions, page.versions)
+        engines.put(here, page.engine_ids, page.engines)
+        at = here.stop
+        page = next(pages, None)
     return TrajectoryRecords(
         trajectory=first.trajectory,
         state=first.state,
@@ -30,31 +48,30 @@ def join(pages: Sequence[FetchReply]) -> TrajectoryRecords:
         length=first.length,
         layout=first.layout,
         kv_scales=first.kv_scales,
-        tokens=_joined([page.tokens for page in pages]),
-        forward=_joined([page.forward for page in pages]),
-        forward_valid=_joined([page.forward_valid for page in pages]),
-        kv=_joined([page.kv for page in pages]),
-        kv_valid=_joined([page.kv_valid for page in pages]),
-        weight_versions=weight_versions,
-        weight_version_index=_joined([versions_T]),
-        engine_ids=engine_ids,
-        engine_index=_joined([engines_T]),
+        tokens=tokens,
+        forward=forward,
+        forward_valid=forward_valid,
+        kv=kv,
+        kv_valid=kv_valid,
+        weight_versions=versions.names,
+        weight_version_index=versions.index_T,
+        engine_ids=engines.names,
+        engine_index=engines.index_T,
     )
 
 
-def _joined(arrays: Sequence[NDArray[np.generic]]) -> Tensor:
-    return torch.from_numpy(np.concatenate(arrays))
+class _NameTable:
+    """One table of names for all pages and the index into it int32 [T]; -1 stays -1."""
 
+    def __init__(self, total: int) -> None:
+        self._places: dict[str, int] = {}
+        self.index_T: Tensor = torch.empty(total, dtype=torch.int32)
 
-def _joined_table(
-    tables: Sequence[tuple[tuple[str, ...], NDArray[np.int32]]],
-) -> tuple[tuple[str, ...], NDArray[np.int32]]:
-    """Return one name table and the index into it; -1 stays -1."""
-    names = tuple(dict.fromkeys(name for table, _ in tables for name in table))
-    place = {name: index for index, name in enumerate(names)}
-    # The last entry is what index -1 finds.
-    moved = [
-        np.array([*(place[name] for name in table), -1], dtype=np.int32)[index_T]
-        for table, index_T in tables
-    ]
-    return names, np.concatenate(moved)
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._places)
+
+    def put(self, here: slice, names: tuple[str, ...], index_P: NDArray[np.int32]) -> None:
+        places = [self._places.setdefault(name, len(self._places)) for name in names]
+        # The last entry is what index -1 finds.
+        self.index_T.numpy()[here] = np.array([*places, -1], dtype=np.int32)[index_P]

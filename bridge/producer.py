@@ -5,9 +5,12 @@ Shapes: n = rows of one call, R = bytes of a row, T = tokens.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from types import TracebackType
 from typing import Self
 
@@ -15,12 +18,13 @@ import numpy as np
 import zmq
 from numpy.typing import ArrayLike
 
-from bridge.errors import BridgeUnreachable, TraceError
+from bridge.errors import BridgeUnreachable, StoreFull, TraceError
 from bridge.index import UnknownEngine
 from bridge.layout import Part, RecordLayout
 from bridge.refusal import exception
 from bridge.wire import (
     Ack,
+    Dropped,
     Error,
     Hello,
     Message,
@@ -33,30 +37,48 @@ from bridge.wire import (
 )
 from bridge.wire.envelope import Buffer
 
-_MESSAGE_BYTES = 8 << 20
+log = logging.getLogger(__name__)
+
+_MESSAGE_BYTES = 4 << 20
 # A daemon that refuses the hello refuses all that follows: do not send the window at line rate.
 _HELLO_PAUSE_S = 0.2
+
+
+class Overflow(StrEnum):
+    """What an engine does with records that the bridge does not take in time."""
+
+    BLOCK = "block"
+    """Wait: nothing is lost, and the engine is as slow as the bridge."""
+    DROP = "drop"
+    """Go on: rows are given up and counted, and the trainer finds them missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unacknowledged:
     frames: list[Buffer]
     nbytes: int
+    part: Part | None
     rows: int
+
+
+_NOTHING = _Unacknowledged([], 0, None, 0)
 
 
 class RecordProducer:
     """One engine's connection to a bridge; use it from one thread.
 
     Every message is kept until it is acknowledged and sent again after ``resend_after_s`` without
-    progress, also to a daemon that was restarted at the same endpoint. At most ``window_bytes`` are
-    kept (or one message, if larger): a call that would exceed them waits.
+    progress, also to a daemon that was restarted at the same endpoint, and while its store is full.
+    At most ``window_bytes`` are kept (or one message, if larger). A call that would exceed them
+    waits, or with ``Overflow.DROP`` gives up its rows, counts them in ``dropped_rows`` and tells
+    the bridge how many there were; other messages, which are small, may exceed the window by a
+    quarter before they are given up too.
 
     Every call may raise, for itself or for an earlier message:
-        BridgeUnreachable: nothing was acknowledged for ``deadline_s``; what is kept is tried again
-            by the next call. Whether the call's own message is kept is open: repeat it, a row or
-            trajectory that arrives twice is harmless.
-        StoreFull: messages were refused and dropped; ``refused_rows`` counts their rows.
+        BridgeUnreachable: the bridge said nothing for ``deadline_s``, and what does not fit the
+            window may not be dropped; what is kept is tried again by the next call. Whether the
+            call's own message is kept is open: repeat it, a row or trajectory that arrives twice
+            is harmless.
         SchemaMismatch: the bridge runs another version, or rows do not fit the hello.
     """
 
@@ -67,10 +89,12 @@ class RecordProducer:
         window_bytes: int = 64 << 20,
         resend_after_s: float = 2.0,
         deadline_s: float = 30.0,
+        overflow: Overflow = Overflow.BLOCK,
     ) -> None:
         self.endpoint = endpoint
         self.acknowledged_rows = 0
-        self.refused_rows = 0
+        self.dropped_rows: Counter[Part] = Counter()
+        self._overflow = overflow
         self._window_bytes = window_bytes
         self._resend_after_s = resend_after_s
         self._deadline_s = deadline_s
@@ -80,6 +104,11 @@ class RecordProducer:
         self._kept: dict[int, _Unacknowledged] = {}
         self._kept_bytes = 0
         self._failures: list[TraceError] = []
+        self._full: StoreFull | None = None
+        self._refused: set[int] = set()
+        self._refused_at = 0.0
+        self._told_dropped = 0
+        self._telling_dropped: int | None = None
         self._progress_at = self._resent_at = time.monotonic()
         self._context = zmq.Context()
         self._socket = self._connect()
@@ -108,21 +137,28 @@ class RecordProducer:
         self.flush()
 
     def send_rows(
-        self, part: Part, rows: ArrayLike, payload: ArrayLike, weight_version: str
+        self,
+        part: Part,
+        rows: ArrayLike,
+        payload: ArrayLike,
+        weight_version: str,
+        *,
+        copy: bool = True,
     ) -> None:
         """Send records: rows int [n], payload uint8 [n, R].
 
-        Like all calls it copies what it is given, arrays or CPU tensors, before it returns.
+        Like all calls it copies what it is given, arrays or CPU tensors, before it returns; with
+        ``copy`` false the caller gives the payload away and must not change it again.
         """
         rows_n = np.asarray(rows, dtype=np.int64).copy()
-        payload_nR = np.asarray(payload).astype(np.uint8, casting="no")
+        payload_nR = np.asarray(payload).astype(np.uint8, casting="no", copy=copy)
         step = max(1, _MESSAGE_BYTES // max(1, payload_nR.shape[1]))
         for begin in range(0, len(rows_n), step):
             piece = slice(begin, begin + step)
             message = Rows.of(
                 self._engine_id, part, rows_n[piece], payload_nR[piece], weight_version
             )
-            self._send(message, rows=len(message.block.rows))
+            self._send(message, part, len(message.block.rows))
 
     def send_trajectory(
         self,
@@ -151,6 +187,10 @@ class RecordProducer:
         """Tell the digests of the quantized weights, tensor name -> hex."""
         self._send(WeightDigests(self._engine_id, weight_version, dict(digests)))
 
+    def count_dropped(self, part: Part, rows: int) -> None:
+        """Note rows that the engine gave up before they came here; the bridge is told."""
+        self.dropped_rows[part] += rows
+
     # --- waiting and ending
 
     @property
@@ -164,13 +204,20 @@ class RecordProducer:
         self._raise_failure()
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until everything is acknowledged; BridgeUnreachable after ``timeout_s``."""
+        """Wait until everything is acknowledged.
+
+        Raises:
+            StoreFull: it is not after ``timeout_s``, because the bridge's store is full.
+            BridgeUnreachable: it is not after ``timeout_s``, for another reason.
+        """
         end = None if timeout_s is None else time.monotonic() + timeout_s
+        self._tell_dropped()
         while self._kept:
             if end is not None and time.monotonic() >= end:
-                raise self._unreachable(timeout_s or 0.0)
+                raise self._full or self._unreachable(timeout_s or 0.0)
             self._pump(0.05)
             self._raise_failure()
+            self._tell_dropped()
 
     def close(self) -> None:
         """Close the connection at once; call flush() first to be sure of the last records."""
@@ -193,25 +240,50 @@ class RecordProducer:
 
     # --- the window
 
-    def _send(self, message: Message, rows: int = 0) -> None:
+    def _send(self, message: Message, part: Part | None = None, rows: int = 0) -> None:
         if not self._hello:
             raise TraceError("the bridge does not know this engine yet; call hello() first")
         frames = encode(message, self._next_seq)
         nbytes = sum(memoryview(frame).nbytes for frame in frames)
-        self._make_room(nbytes)
-        if not self._kept:
-            self._progress_at = time.monotonic()
-        self._kept[self._next_seq] = _Unacknowledged(frames, nbytes, rows)
-        self._kept_bytes += nbytes
-        self._next_seq += 1
-        self._socket.send_multipart(frames, copy=False)
+        if self._make_room(nbytes, part):
+            self._keep_and_send(_Unacknowledged(frames, nbytes, part, rows))
+        elif part is not None:
+            self.dropped_rows[part] += rows
+        self._tell_dropped()
         self._pump(0.0)
         self._raise_failure()
 
-    def _make_room(self, nbytes: int) -> None:
-        while self._kept and self._kept_bytes + nbytes > self._window_bytes:
+    def _keep_and_send(self, message: _Unacknowledged) -> None:
+        if not self._kept:
+            self._progress_at = time.monotonic()
+        self._kept[self._next_seq] = message
+        self._kept_bytes += message.nbytes
+        self._next_seq += 1
+        self._socket.send_multipart(message.frames, copy=False)
+
+    def _make_room(self, nbytes: int, part: Part | None) -> bool:
+        """Wait until the message fits the window; return False if it is to be dropped instead."""
+        window = self._window_bytes
+        if self._overflow is Overflow.DROP:
+            self._pump(0.0)
+            window += window // 4 if part is None else 0
+            return not self._kept or self._kept_bytes + nbytes <= window
+        while self._kept and self._kept_bytes + nbytes > window:
             self._pump(0.05)
             self._raise_failure()
+        return True
+
+    def _tell_dropped(self) -> None:
+        """Tell the bridge how many rows are dropped, unless that is told or on its way."""
+        total = self.dropped_rows.total()
+        if total == self._told_dropped or self._telling_dropped in self._kept:
+            return
+        counts = self.dropped_rows
+        message = Dropped(self._engine_id, counts[Part.FORWARD], counts[Part.KV])
+        self._telling_dropped, self._told_dropped = self._next_seq, total
+        frames = encode(message, self._next_seq)
+        nbytes = sum(memoryview(frame).nbytes for frame in frames)
+        self._keep_and_send(_Unacknowledged(frames, nbytes, None, 0))
 
     def _pump(self, wait_s: float) -> None:
         """Handle all answers that are there, waiting for the first; then resend or give up."""
@@ -220,36 +292,63 @@ class RecordProducer:
             self._handle(self._socket.recv_multipart())
             wait_ms = 0
         now = time.monotonic()
+        if self._refused and now - self._refused_at > self._resend_after_s:
+            self._send_refused()
         if self._kept and now - max(self._progress_at, self._resent_at) > self._resend_after_s:
             self._resend()
         if self._kept and now - self._progress_at > self._deadline_s:
-            raise self._unreachable(self._deadline_s)
+            error = self._unreachable(self._deadline_s)
+            if self._overflow is Overflow.BLOCK or not self.acknowledged_rows:
+                raise error
+            log.warning("records are dropped: %s", error)
+            self._progress_at = now
 
     def _handle(self, frames: list[bytes]) -> None:
         message, seq = decode(frames)
         if isinstance(message, Ack):
-            self.acknowledged_rows += self._forget(seq)
+            rows = sum(self._forget(acknowledged).rows for acknowledged in message.seqs)
+            self.acknowledged_rows += rows
+            self._full = None if rows else self._full
         elif isinstance(message, Error):
             error = exception(message)
             if isinstance(error, UnknownEngine):
                 self._introduce_again()
+            elif isinstance(error, StoreFull):
+                self._refuse(seq, error)
             else:
-                self.refused_rows += self._forget(seq)
+                self._forget(seq)
                 self._failures.append(error)
+
+    def _refuse(self, seq: int, error: StoreFull) -> None:
+        """The store is full: give the message up, or keep it for another try a little later."""
+        if self._full is None:
+            log.warning("the engine %ss records: %s", self._overflow.value, error)
+        self._full = error
+        self._progress_at = self._refused_at = time.monotonic()
+        kept = self._kept.get(seq)
+        if self._overflow is Overflow.DROP and kept is not None and kept.part is not None:
+            self.dropped_rows[kept.part] += self._forget(seq).rows
+        else:
+            self._refused.add(seq)
+
+    def _send_refused(self) -> None:
+        """Try again what the full store refused; the rest is on its way."""
+        for seq in sorted(self._refused & self._kept.keys()):
+            self._socket.send_multipart(self._kept[seq].frames, copy=False)
+        self._refused.clear()
+        self._resent_at = time.monotonic()
 
     def _introduce_again(self) -> None:
         """Begin with the hello: the daemon was restarted without our history."""
         if time.monotonic() - self._resent_at > _HELLO_PAUSE_S:
             self._resend()
 
-    def _forget(self, seq: int) -> int:
-        """Drop a message that was answered; return how many rows it had."""
-        kept = self._kept.pop(seq, None)
-        if kept is None:
-            return 0
+    def _forget(self, seq: int) -> _Unacknowledged:
+        """Let go of a message that was answered and return it; an empty one if it was before."""
+        kept = self._kept.pop(seq, _NOTHING)
         self._kept_bytes -= kept.nbytes
         self._progress_at = time.monotonic()
-        return kept.rows
+        return kept
 
     def _raise_failure(self) -> None:
         if self._failures:
@@ -275,6 +374,7 @@ class RecordProducer:
         self._socket = self._connect()
         for frames in (self._hello, *(kept.frames for kept in self._kept.values())):
             self._socket.send_multipart(frames, copy=False)
+        self._refused.clear()
         self._resent_at = time.monotonic()
 
     def _unreachable(self, waited_s: float) -> BridgeUnreachable:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from bridge.daemon import Daemon
+from bridge.daemon.heap import keep_freed_memory
 from bridge.embedded import READY
 from bridge.sizes import parse_size
-from bridge.store import DiskStore, MemoryStore, Store
+from bridge.store import CachedStore, DiskStore, MemoryStore, Store
+from bridge.store.scratch import scratch_store
+from bridge.wire import Policy
 
 
 class LogLevel(StrEnum):
@@ -23,21 +27,31 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Where records live and how much of them.
+
+    directory   keeps records across crashes; None: memory, then scratch space under ``spill``
+    spill       None is the system's place for temporary files that may be large
+    """
+
+    directory: Path | None
+    spill: Path | None
+    memory: str
+    disk: str
+
+
 def serve_until_stopped(
-    endpoint: str,
-    directory: Path | None,
-    disk_limit: str,
-    memory_limit: str,
-    log_level: LogLevel,
-    parent: int | None,
+    endpoint: str, limits: Limits, policy: Policy, log_level: LogLevel, parent: int | None
 ) -> None:
     """Serve until SIGTERM, SIGINT or the end of the parent; raise TraceError if it cannot start."""
     logging.basicConfig(
         level=log_level.value.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    store = _store(directory, disk_limit, memory_limit)
+    keep_freed_memory()
+    store = _store(limits)
     try:
-        daemon = Daemon(endpoint, store)
+        daemon = Daemon(endpoint, store, policy)
         stop = StopSignal(parent)
         print(f"{READY}{daemon.endpoint}", flush=True)
         daemon.run(stop)
@@ -63,7 +77,8 @@ class StopSignal:
         self._asked = True
 
 
-def _store(directory: Path | None, disk_limit: str, memory_limit: str) -> Store:
-    if directory is None:
-        return MemoryStore(parse_size(memory_limit))
-    return DiskStore(directory, parse_size(disk_limit))
+def _store(limits: Limits) -> Store:
+    memory, disk = parse_size(limits.memory), parse_size(limits.disk)
+    if limits.directory is not None:
+        return CachedStore(DiskStore(limits.directory, disk), memory)
+    return MemoryStore(memory, scratch_store(limits.spill, disk))

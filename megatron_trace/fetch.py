@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bridge.client import TraceClient
-from bridge.errors import UnknownTrajectory
 from bridge.layout import Site
 from bridge.records import TrajectoryRecords
 from megatron_trace.guidance import Guidance
@@ -25,12 +24,10 @@ def fetch_records(
     layers, sites = (None, None) if guidance.compare else (guidance.layers, guidance.sites)
     if sites is not None and Site.FC2 in sites:
         sites = (*sites, Site.ROUTES)  # they say which expert a slot of fc2 belongs to
-    records: list[TrajectoryRecords | None] = []
-    for trajectory in trajectories:
-        try:
-            records.append(client.fetch(trajectory, layers=layers, sites=sites))
-        except UnknownTrajectory:
-            if guidance.on_missing == "error":
-                raise
-            records.append(None)
-    return records
+    found = client.fetch_all(
+        trajectories,
+        layers=layers,
+        sites=sites,
+        allow_unknown=guidance.on_missing != "error",
+    )
+    return list(found)

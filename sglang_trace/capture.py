@@ -225,5 +225,10 @@ def start(model_runner: Any, config: TraceConfig, layout: RecordLayout, max_rows
         kv,
         Ledger(pool.size + pool.page_size, device),
         Staging(layout, max_rows, device),
-        Shipper(lambda: RecordProducer(config.bridge), introduce, layout),
+        Shipper(
+            lambda: RecordProducer(config.bridge, overflow=config.on_overflow),
+            introduce,
+            layout,
+            config.on_overflow,
+        ),
     )

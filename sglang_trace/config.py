@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bridge.errors import TraceError
 from bridge.layout import ModelShape, RecordLayout, Site, parse_layers
+from bridge.producer import Overflow
 
 ENVIRONMENT = "SGLANG_TRACE"
 # What the sites are recorded from: values of --quantization and --kv-cache-dtype.
@@ -35,6 +36,7 @@ class TraceConfig:
     sites    what is recorded
     layers   "deeper-half", "all" or a list such as "0,3,5-7"
     bits     low bits kept of each code word, 1 to 4
+    on_overflow   what happens to records that the bridge does not take in time
     failure_file  where a process of the server writes the sentence that ended it
     """
 
@@ -42,6 +44,7 @@ class TraceConfig:
     sites: tuple[Site, ...] = DEFAULT_SITES
     layers: str = DEFAULT_LAYERS
     bits: int = 1
+    on_overflow: Overflow = Overflow.BLOCK
     failure_file: str = ""
 
     def layout(self, shape: ModelShape) -> RecordLayout:
@@ -60,7 +63,9 @@ class TraceConfig:
         if not text:
             return None
         fields = json.loads(text)
-        return cls(**{**fields, "sites": tuple(Site(site) for site in fields["sites"])})
+        fields["sites"] = tuple(Site(site) for site in fields["sites"])
+        fields["on_overflow"] = Overflow(fields["on_overflow"])
+        return cls(**fields)
 
     def report_failure(self, sentence: str) -> None:
         """Leave the sentence for the launcher, which outlives the server; the first one counts."""
@@ -105,6 +110,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(1, 2, 3, 4),
         default=1,
         help="Low bits kept of each code word; 4 is the whole code word. Default: 1.",
+    )
+    group.add_argument(
+        "--trace-on-overflow",
+        type=Overflow,
+        choices=tuple(Overflow),
+        default=Overflow.BLOCK,
+        help="When the bridge cannot keep up: wait for it (block, default), or give rows up, which "
+        "the trainer then rounds to nearest (drop).",
     )
 
 

@@ -90,6 +90,7 @@ def capture_and_serve(options: argparse.Namespace, server_arguments: list[str]) 
             sites=options.trace_sites,
             layers=options.trace_layers,
             bits=options.trace_bits,
+            on_overflow=options.trace_on_overflow,
             failure_file=str(Path(scratch) / "failure"),
         )
         status = serve(server_arguments, config.to_environment())

@@ -1,14 +1,15 @@
 """One thread that sends records to the bridge, so that the scheduler never waits for a socket.
 
-The queue between the two is bounded in bytes. When the bridge cannot keep up the queue fills and
-the scheduler waits in `put`: nothing is dropped. An error on the thread is kept and raised from the
-scheduler's next call, where it ends the server.
+The queue between the two is bounded in bytes. When the bridge cannot keep up the queue fills, and
+the scheduler waits in `put` or, with `Overflow.DROP`, gives rows up and goes on; the bridge is told
+how many. An error on the thread is kept and raised from the scheduler's next call, where it ends
+the server.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from bridge.errors import NonFiniteActivation, TraceError
 from bridge.fp4 import has_nan_scale
 from bridge.layout import Part, RecordLayout, Site
-from bridge.producer import RecordProducer
+from bridge.producer import Overflow, RecordProducer
 from sglang_trace.events import DigestsEvent, Event, RowsEvent, TrajectoryEvent
 
 QUEUE_BYTES = 256 << 20
@@ -36,8 +37,11 @@ class Shipper:
         connect: Callable[[], RecordProducer],
         introduce: Callable[[RecordProducer], None],
         layout: RecordLayout,
+        overflow: Overflow = Overflow.BLOCK,
     ) -> None:
         self._layout = layout
+        self._overflow = overflow
+        self._dropped: Counter[Part] = Counter()
         self._queue: deque[Event] = deque()
         self._queued_bytes = 0
         self._changed = threading.Condition()
@@ -52,12 +56,29 @@ class Shipper:
         self._wait(lambda: self._connected)
 
     def put(self, event: Event) -> None:
-        """Queue an event, waiting while the queue is full; raises what the thread met."""
-        self._wait(lambda: not self._queue or self._queued_bytes + event.nbytes <= QUEUE_BYTES)
+        """Queue an event, waiting or dropping while the queue is full; raises what was met."""
+        if self._overflow is Overflow.BLOCK:
+            self._wait(lambda: self._fits(event, QUEUE_BYTES))
+        elif self._dropped_instead(event):
+            return
         with self._changed:
             self._queue.append(event)
             self._queued_bytes += event.nbytes
             self._changed.notify_all()
+
+    def _fits(self, event: Event, limit: int) -> bool:
+        return not self._queue or self._queued_bytes + event.nbytes <= limit
+
+    def _dropped_instead(self, event: Event) -> bool:
+        """Give the event up if the queue is full; what is not rows is small and may fill more."""
+        self.check()
+        is_rows = isinstance(event, RowsEvent)
+        with self._changed:
+            if self._fits(event, QUEUE_BYTES if is_rows else QUEUE_BYTES * 5 // 4):
+                return False
+            if isinstance(event, RowsEvent):
+                self._dropped[event.part] += len(event.rows_n)
+            return True
 
     def check(self) -> None:
         """Raise what the thread met, if anything."""
@@ -89,6 +110,7 @@ class Shipper:
                     self._changed.notify_all()
                 while (event := self._next(producer)) is not None:
                     self._send(producer, event)
+                self._tell_dropped(producer)
         except TraceError as error:
             self._fail(error)
         except Exception as error:
@@ -121,12 +143,21 @@ class Shipper:
             # Idle: take acknowledgements, resend what was lost.
             producer.poll()
 
+    def _tell_dropped(self, producer: RecordProducer) -> None:
+        with self._changed:
+            dropped, self._dropped = self._dropped, Counter()
+        for part, rows in dropped.items():
+            producer.count_dropped(part, rows)
+
     def _send(self, producer: RecordProducer, event: Event) -> None:
+        self._tell_dropped(producer)
         match event:
             case RowsEvent():
                 rows_nB = event.encode()
                 self._refuse_nan(event.part, rows_nB)
-                producer.send_rows(event.part, event.rows_n.cpu(), rows_nB, event.weight_version)
+                rows_n, version = event.rows_n.cpu(), event.weight_version
+                # `encode` has made these bytes for this call alone.
+                producer.send_rows(event.part, rows_n, rows_nB, version, copy=False)
             case TrajectoryEvent():
                 producer.send_trajectory(
                     event.trajectory, 0, event.tokens_T, event.rows_T.cpu(), event.state

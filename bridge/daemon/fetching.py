@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from bridge.index import Catalog, Engine, TrajectoryMap
 from bridge.layout import LayoutError, Part, RecordLayout, Site
 from bridge.wire import Fetch, FetchReply
 
-MAX_PAGE_BYTES = 32 << 20
+MAX_PAGE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Fetching:
                 "an engine has generated, once it has sent the records"
             )
         engine = self._reference_engine(trajectory)
-        reduced = engine.hello.layout.narrow(fetch.layers, _sites(fetch.sites))
+        reduced = _narrowed(engine.hello.layout, fetch.layers, _sites(fetch.sites))
         stop = len(trajectory) if fetch.stop is None else min(fetch.stop, len(trajectory))
         start = min(fetch.start, stop)
         return self._page(fetch, trajectory, engine, reduced, _page(start, stop, reduced))
@@ -101,12 +102,26 @@ class Fetching:
     ) -> _PartOfPage:
         """Gather one part; rows of an engine with another format are missing, not reinterpreted."""
         places_T = self._catalog.places(part, trajectory, page)
-        versions_T = places_T["version"].copy()
+        versions_T = self._catalog.blocks.versions(places_T["block"])
         for number in np.unique(trajectory.engines[page]).tolist():
             if number >= 0 and not self._catalog.engine_list[number].writes_like(reference):
                 places_T["block"][trajectory.engines[page] == number] = -1
-        rows, valid = self._gather.rows(part, reference.hello.layout, reduced, places_T)
+        full = reference.hello.layout
+        columns = _selection(full, part, reduced)
+        rows, valid = self._gather.rows(full.row_bytes(part), columns, places_T)
         return _PartOfPage(rows, valid, versions_T)
+
+
+@lru_cache(maxsize=256)
+def _narrowed(
+    full: RecordLayout, layers: tuple[int, ...] | None, sites: tuple[Site, ...] | None
+) -> RecordLayout:
+    return full.narrow(layers, sites)
+
+
+@lru_cache(maxsize=256)
+def _selection(full: RecordLayout, part: Part, reduced: RecordLayout) -> tuple[slice, ...]:
+    return full.selection(part, reduced)
 
 
 def _sites(sites: tuple[str, ...] | None) -> tuple[Site, ...] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bridge.daemon.gather import Gather
 from bridge.daemon.ingest import Ingest
+from bridge.daemon.retention import Retention
 from bridge.index import Catalog
 from bridge.index.summary import summarize
 from bridge.layout import Part
@@ -22,12 +23,14 @@ class Census:
         catalog: Catalog,
         ingest: Ingest,
         gather: Gather,
+        retention: Retention,
         damaged_entries: int,
     ) -> None:
         self._store = store
         self._catalog = catalog
         self._ingest = ingest
         self._gather = gather
+        self._retention = retention
         self._damaged_entries = damaged_entries
         self.refused = 0
 
@@ -40,19 +43,28 @@ class Census:
 
     def digests(self, asked: Digests) -> DigestsReply:
         """Return the digests of a weight version, by engine."""
-        return DigestsReply(self._catalog.digests.get(asked.weight_version, {}))
+        return DigestsReply(self._catalog.digests.get(asked.weight_version))
 
     def stats(self) -> StatsReply:
         """Return the counters."""
+        fill = self._store.fill()
         return StatsReply(
             store=self._store.tier,
-            used_bytes=self._store.used_bytes(),
-            limit_bytes=self._store.limit_bytes(),
+            memory_bytes=fill.memory_bytes,
+            index_bytes=self._catalog.nbytes(),
+            memory_limit=fill.memory_limit,
+            disk_bytes=fill.disk_bytes,
+            disk_limit=fill.disk_limit,
+            full=int(self._ingest.full),
+            step=self._catalog.step,
             engines=len(self._catalog.engines),
             trajectories=len(self._catalog.trajectories),
             forward_rows=self._catalog.rows(Part.FORWARD),
             kv_rows=self._catalog.rows(Part.KV),
+            dropped_rows=sum(engine.dropped_rows for engine in self._catalog.engine_list),
+            collected=self._retention.collected,
             messages=self._ingest.accepted,
+            commits=self._ingest.commits,
             duplicates=self._ingest.duplicates,
             refused=self.refused + self._ingest.refused,
             corrupt_rows=self._gather.corrupt_rows,

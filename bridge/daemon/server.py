@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 
 import zmq
 
 from bridge.daemon.fetching import Fetching
 from bridge.daemon.gather import Gather
-from bridge.daemon.ingest import Ingest
+from bridge.daemon.ingest import Ingest, Ingested
+from bridge.daemon.outbox import Outbox
 from bridge.daemon.queries import Census
+from bridge.daemon.retention import Retention
 from bridge.endpoint import EndpointInUse, checked_endpoint
 from bridge.errors import CorruptMessage, TraceError
 from bridge.index.recovery import recover
@@ -20,27 +23,28 @@ from bridge.wire import (
     MAX_FRAME_BYTES,
     Digests,
     Fetch,
-    Hello,
+    Gc,
     List,
     Message,
+    Pin,
     Ping,
+    Policy,
     Pong,
-    Rows,
     Stats,
-    Trajectory,
-    WeightDigests,
     decode,
-    encode,
 )
 from bridge.wire.envelope import NO_SEQ
 
 log = logging.getLogger(__name__)
 
 _POLL_MS = 200
+_WAITING_POLL_MS = 2
+# Questions of clients that do not read; beyond them the oldest are given up.
+_MOST_WAITING = 1024
 _TURN_MESSAGES = 256
 _TURN_BYTES = 64 << 20
-# Messages that ZeroMQ holds per peer on our behalf; engines bound theirs by bytes (RecordProducer).
-_RECEIVE_QUEUE = 64
+# Messages that ZeroMQ holds per peer on our behalf, each of a few MiB at most (RecordProducer).
+_RECEIVE_QUEUE = 16
 
 
 class Daemon:
@@ -50,7 +54,7 @@ class Daemon:
         InvalidEndpoint, EndpointInUse: it cannot listen there.
     """
 
-    def __init__(self, endpoint: str, store: Store) -> None:
+    def __init__(self, endpoint: str, store: Store, policy: Policy | None = None) -> None:
         self._context = zmq.Context()
         try:
             self._socket = _listen(self._context, checked_endpoint(endpoint))
@@ -60,15 +64,23 @@ class Daemon:
             raise
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         gather = Gather(store)
-        self._ingest = Ingest(store, catalog, self._answer)
+        self._outbox = Outbox(self._socket)
+        self._waiting: deque[tuple[bytes, Fetch, int]] = deque(maxlen=_MOST_WAITING)
+        self._ingest = Ingest(store, catalog, self._outbox.send)
         self._fetching = Fetching(catalog, gather)
-        self._census = Census(store, catalog, self._ingest, gather, damaged_entries)
+        self._retention = Retention(store, catalog, policy or Policy())
+        self._census = Census(
+            store, catalog, self._ingest, gather, self._retention, damaged_entries
+        )
+        store.reserve(catalog.nbytes())
 
     def run(self, stop_asked: Callable[[], bool]) -> None:
         """Serve until ``stop_asked()``, looked at a few times a second."""
         while not stop_asked():
-            if self._socket.poll(_POLL_MS):
+            if self._socket.poll(_WAITING_POLL_MS if self._waiting else _POLL_MS):
                 self.turn()
+            self._answer_waiting()
+            self._retention.look()
 
     def turn(self) -> None:
         """Handle what has arrived, up to a bound, and commit it."""
@@ -92,14 +104,34 @@ class Daemon:
         seq = NO_SEQ
         try:
             message, seq = decode(frames)
-            if isinstance(message, Hello | Rows | Trajectory | WeightDigests):
+            if isinstance(message, Ingested):
                 self._ingest.take(peer, message, seq)
+            elif isinstance(message, Fetch) and not self._outbox.has_room(peer):
+                self._waiting.append((peer, message, seq))
             else:
-                self._answer(peer, self._reply(message), seq)
+                self._answer(peer, message, seq)
         except TraceError as error:
-            self._census.refused += 1
-            log.warning("a message is refused: %s", error)
-            self._answer(peer, refusal(error), seq)
+            self._refuse(peer, error, seq)
+
+    def _answer(self, peer: bytes, message: Message, seq: int) -> None:
+        try:
+            self._outbox.send(peer, self._reply(message), seq)
+        except TraceError as error:
+            self._refuse(peer, error, seq)
+
+    def _refuse(self, peer: bytes, error: TraceError, seq: int) -> None:
+        self._census.refused += 1
+        log.warning("a message is refused: %s", error)
+        self._outbox.send(peer, refusal(error), seq)
+
+    def _answer_waiting(self) -> None:
+        """Answer the clients that have read enough of what they asked for before."""
+        for _ in range(len(self._waiting)):
+            peer, fetch, seq = self._waiting.popleft()
+            if self._outbox.has_room(peer):
+                self._answer(peer, fetch, seq)
+            else:
+                self._waiting.append((peer, fetch, seq))
 
     def _reply(self, message: Message) -> Message:
         match message:
@@ -113,10 +145,13 @@ class Daemon:
                 return self._census.stats()
             case Ping():
                 return Pong()
+            case Pin():
+                self._retention.pin(message)
+                return Pong()
+            case Gc():
+                self._ingest.commit()  # what was told before this question is collected too
+                return self._retention.collect(message.policy)
         raise CorruptMessage(f"a {message.KIND} message is not for a daemon; send it to a client")
-
-    def _answer(self, peer: bytes, message: Message, seq: int) -> None:
-        self._socket.send_multipart([peer, *encode(message, seq)], copy=False)
 
 
 def _listen(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:

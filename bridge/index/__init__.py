@@ -1,7 +1,7 @@
 """Where every row is and which rows a trajectory consists of; rebuilt by replaying the journal."""
 
-from bridge.index.catalog import Catalog, Engine, UnknownEngine
+from bridge.index.catalog import Catalog, Engine, Told, UnknownEngine
 from bridge.index.row_map import PLACE, RowMap
 from bridge.index.trajectory_map import TrajectoryMap
 
-__all__ = ["PLACE", "Catalog", "Engine", "RowMap", "TrajectoryMap", "UnknownEngine"]
+__all__ = ["PLACE", "Catalog", "Engine", "RowMap", "Told", "TrajectoryMap", "UnknownEngine"]

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bridge.errors import SchemaMismatch, TraceError
+from bridge.index.block_table import BlockTable
+from bridge.index.digest_table import DigestTable
 from bridge.index.grouping import groups
 from bridge.index.row_map import RowMap, absent_places
 from bridge.index.sequence_set import SequenceSet
 from bridge.index.trajectory_map import TrajectoryMap
 from bridge.layout import Part
-from bridge.wire import Block, Hello, Trajectory, WeightDigests
+from bridge.wire import Block, Dropped, Hello, Step, Trajectory, WeightDigests
 
-Told = Hello | Block | Trajectory | WeightDigests
+Told = Hello | Block | Trajectory | WeightDigests | Dropped | Step
+PARTS = tuple(Part)
 
 
 class UnknownEngine(TraceError):
@@ -28,8 +33,9 @@ class Engine:
 
     number: int
     hello: Hello
-    maps: dict[Part, RowMap] = field(default_factory=lambda: {part: RowMap() for part in Part})
+    maps: dict[Part, RowMap] = field(default_factory=lambda: {part: RowMap() for part in PARTS})
     accepted: SequenceSet = field(default_factory=SequenceSet)
+    dropped_rows: int = 0
 
     def writes_like(self, other: Engine) -> bool:
         """Whether the bytes of a row mean the same as in the other engine's rows."""
@@ -38,18 +44,23 @@ class Engine:
 
 
 class Catalog:
-    """Engines, trajectories, weight versions and digests."""
+    """Engines, trajectories, blocks of rows, weight versions and digests."""
 
     def __init__(self) -> None:
+        self.step = 0
         self.engines: dict[str, Engine] = {}
         self.engine_list: list[Engine] = []
         self.trajectories: dict[str, TrajectoryMap] = {}
+        self.blocks = BlockTable()
         self.weight_versions: list[str] = []
-        self.digests: dict[str, dict[str, dict[str, str]]] = {}
+        self.digests = DigestTable()
         self._version_numbers: dict[str, int] = {}
+        self._trajectory_bytes = 0
 
     def check(self, told: Told) -> None:
         """Raise UnknownEngine or SchemaMismatch if the message cannot be applied."""
+        if isinstance(told, Step):
+            return
         engine = self.engines.get(told.engine_id)
         if isinstance(told, Hello):
             if engine is not None and engine.hello != told:
@@ -71,25 +82,32 @@ class Catalog:
 
     def seen(self, told: Told, seq: int) -> bool:
         """Whether (engine, seq) has been applied before."""
+        if isinstance(told, Step):
+            return told.step <= self.step
         engine = self.engines.get(told.engine_id)
         return engine is not None and seq in engine.accepted
 
-    def apply(self, told: Told, seq: int, block: int) -> None:
-        """Apply a checked message that the store holds as entry ``block``."""
+    def apply(self, told: Told, seq: int, number: int) -> None:
+        """Apply a checked message that the store holds as entry ``number``."""
+        if isinstance(told, Step):
+            self.step = max(self.step, told.step)
+            return
         if isinstance(told, Hello):
             self._add_engine(told)
         engine = self.engines[told.engine_id]
         engine.accepted.add(seq)
-        if isinstance(told, Block):
-            version = self._version_number(told.weight_version)
-            engine.maps[told.part].put(told.rows, block, told.row_crcs, version)
-        elif isinstance(told, Trajectory):
-            trajectory = self.trajectories.setdefault(told.trajectory, TrajectoryMap())
-            trajectory.merge(told.start, told.tokens, told.rows, engine.number, told.state)
-        elif isinstance(told, WeightDigests):
-            by_engine = self.digests.setdefault(told.weight_version, {})
-            earlier = by_engine.pop(told.engine_id, {})  # the last to report stands last
-            by_engine[told.engine_id] = {**earlier, **told.digests}
+        match told:
+            case Block():
+                version = self._version_number(told.weight_version)
+                part = PARTS.index(told.part)
+                self.blocks.put(number, engine.number, part, version, self.step)
+                engine.maps[told.part].put(told.rows, number)
+            case Trajectory():
+                self._merge(told, engine, number)
+            case WeightDigests():
+                self.digests.put(told, number, self.step)
+            case Dropped():
+                engine.dropped_rows = told.forward_rows + told.kv_rows
 
     def places(self, part: Part, trajectory: TrajectoryMap, page: slice) -> NDArray[np.void]:
         """Return where the rows of the positions in ``page`` are, as PLACE [T]."""
@@ -103,6 +121,39 @@ class Catalog:
     def rows(self, part: Part) -> int:
         """Count the rows held of one part."""
         return sum(engine.maps[part].rows for engine in self.engine_list)
+
+    def drop(self, names: Iterable[str], blocks: NDArray[np.int64]) -> list[int]:
+        """Forget trajectories and blocks; return the numbers of the entries that told them."""
+        numbers: list[int] = blocks.tolist()
+        for name in names:
+            trajectory = self.trajectories.pop(name)
+            self._trajectory_bytes -= trajectory.nbytes()
+            numbers += trajectory.entries
+        if len(blocks):
+            self.blocks.drop(blocks)
+            for engine in self.engine_list:
+                for row_map in engine.maps.values():
+                    row_map.drop(blocks)
+        return numbers
+
+    def nbytes(self) -> int:
+        """Return the memory that the index takes, about."""
+        engines = sum(
+            engine.accepted.nbytes() + sum(row_map.nbytes() for row_map in engine.maps.values())
+            for engine in self.engine_list
+        )
+        return engines + self.blocks.nbytes() + self._trajectory_bytes + self.digests.nbytes
+
+    def _merge(self, told: Trajectory, engine: Engine, number: int) -> None:
+        trajectory = self.trajectories.get(told.trajectory)
+        if trajectory is None:
+            trajectory = self.trajectories[told.trajectory] = TrajectoryMap()
+        else:
+            self._trajectory_bytes -= trajectory.nbytes()
+        trajectory.merge(told.start, told.tokens, told.rows, engine.number, told.state)
+        trajectory.entries.append(number)
+        trajectory.step, trajectory.told_at = self.step, time.monotonic()
+        self._trajectory_bytes += trajectory.nbytes()
 
     def _add_engine(self, hello: Hello) -> None:
         if hello.engine_id not in self.engines:

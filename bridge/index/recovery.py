@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 
 from bridge.errors import TraceError
-from bridge.index.catalog import Catalog
+from bridge.index.catalog import Catalog, Told
 from bridge.store.base import Store
 from bridge.store.journal import unpack
-from bridge.wire import Block, Hello, Trajectory, WeightDigests
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +19,7 @@ def recover(store: Store) -> tuple[Catalog, int]:
     for number, header in store.replay():
         try:
             told, seq = unpack(header)
-            if not isinstance(told, Hello | Block | Trajectory | WeightDigests):
+            if not isinstance(told, Told):
                 raise TraceError(f"a {told.KIND} message has no place in a journal")
             catalog.check(told)
         except TraceError as error:

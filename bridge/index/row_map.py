@@ -1,25 +1,29 @@
-"""Row number -> place of its bytes, at 16 bytes a row whatever the number of rows.
+"""Row number -> place of its bytes, at 8 bytes a row whatever the number of rows.
 
-Pages are made as rows arrive, so an engine may number rows with gaps and a stranger's huge row
-number costs one page, not an allocation of its size.
+Rows stand in pages of 1024, pages in slabs of 1024. Pages are made as rows arrive, so an engine may
+number rows with gaps and a stranger's huge row number costs one page, not an allocation of its
+size; a dropped page is used again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.index.grouping import groups
-
-PLACE = np.dtype([("block", "<i4"), ("offset", "<u4"), ("crc", "<u4"), ("version", "<i4")])
+PLACE = np.dtype([("block", "<i4"), ("offset", "<u4")])
 
 _PAGE_BITS = 10
 _PAGE_ROWS = 1 << _PAGE_BITS
-_ABSENT = np.array((-1, 0, 0, -1), dtype=PLACE)
+_SLAB_BITS = 10
+_SLAB_PAGES = 1 << _SLAB_BITS
+_ABSENT = np.array((-1, 0), dtype=PLACE)
 
 
 def absent_places(count: int) -> NDArray[np.void]:
-    """Return PLACE [count] of rows that are nowhere: block and version are -1."""
+    """Return PLACE [count] of rows that are nowhere: block is -1."""
     return np.full(count, _ABSENT)
 
 
@@ -27,35 +31,79 @@ class RowMap:
     """Places of one engine's rows of one record part."""
 
     def __init__(self) -> None:
-        self._pages: dict[int, NDArray[np.void]] = {}
+        self._slabs: list[NDArray[np.void]] = []
+        self._page_at: dict[int, int] = {}
+        self._made = 0
+        self._free: list[int] = []
         self.rows = 0
 
-    def put(
-        self,
-        rows_N: NDArray[np.int64],
-        block: int,
-        crcs_N: NDArray[np.uint32],
-        version: int,
-    ) -> None:
+    def put(self, rows_N: NDArray[np.int64], block: int) -> None:
         """Place rows at offsets 0..N-1 of ``block``; a row placed before moves there."""
         places_N = np.empty(len(rows_N), dtype=PLACE)
         places_N["block"] = block
         places_N["offset"] = np.arange(len(rows_N))
-        places_N["crc"] = crcs_N
-        places_N["version"] = version
-        for number, at in groups(rows_N >> _PAGE_BITS):
-            page = self._pages.get(number)
-            if page is None:
-                page = self._pages[number] = absent_places(_PAGE_ROWS)
-            slots = rows_N[at] & (_PAGE_ROWS - 1)
-            self.rows += len(np.unique(slots[page["block"][slots] < 0]))
-            page[slots] = places_N[at]
+        for number, at in _pages(rows_N):
+            page = self._page(number)
+            held = np.count_nonzero(page["block"] >= 0)
+            page[rows_N[at] & (_PAGE_ROWS - 1)] = places_N[at]
+            self.rows += int(np.count_nonzero(page["block"] >= 0) - held)
 
     def find(self, rows_N: NDArray[np.int64]) -> NDArray[np.void]:
         """Return PLACE [N]; ``block`` is -1 for rows that never arrived and for row -1."""
         places_N = absent_places(len(rows_N))
-        for number, at in groups(rows_N >> _PAGE_BITS):
-            page = self._pages.get(number)
-            if page is not None:
-                places_N[at] = page[rows_N[at] & (_PAGE_ROWS - 1)]
+        numbers, which_N = np.unique(rows_N >> _PAGE_BITS, return_inverse=True)
+        pages = [self._page_at.get(number, -1) for number in numbers.tolist()]
+        pages_N = np.array(pages, dtype=np.int64)[which_N]
+        slabs_N = pages_N >> _SLAB_BITS
+        for slab in {page >> _SLAB_BITS for page in pages if page >= 0}:
+            at = np.flatnonzero(slabs_N == slab)
+            slots = rows_N[at] & (_PAGE_ROWS - 1)
+            places_N[at] = self._slabs[slab][pages_N[at] & (_SLAB_PAGES - 1), slots]
         return places_N
+
+    def drop(self, blocks: NDArray[np.int64]) -> None:
+        """Forget all rows of these blocks and the pages that held nothing else."""
+        for number, at in list(self._page_at.items()):
+            page = self._at(at)
+            gone = np.isin(page["block"], blocks)
+            page[gone] = _ABSENT
+            self.rows -= int(np.count_nonzero(gone))
+            if not (page["block"] >= 0).any():
+                del self._page_at[number]
+                self._free.append(at)
+
+    def nbytes(self) -> int:
+        """Return the memory that the map takes: that of all pages ever made at a time."""
+        return self._made * _PAGE_ROWS * PLACE.itemsize
+
+    def _page(self, number: int) -> NDArray[np.void]:
+        """Return the page with this number, made if it is not there."""
+        at = self._page_at.get(number)
+        if at is None:
+            at = self._page_at[number] = self._free.pop() if self._free else self._new_page()
+            self._at(at)[:] = _ABSENT
+        return self._at(at)
+
+    def _new_page(self) -> int:
+        if self._made == len(self._slabs) << _SLAB_BITS:
+            # Untouched memory is not there yet: a slab costs what its pages in use do.
+            self._slabs.append(np.empty((_SLAB_PAGES, _PAGE_ROWS), dtype=PLACE))
+        self._made += 1
+        return self._made - 1
+
+    def _at(self, at: int) -> NDArray[np.void]:
+        page: NDArray[np.void] = self._slabs[at >> _SLAB_BITS][at & (_SLAB_PAGES - 1)]
+        return page
+
+
+def _pages(rows_N: NDArray[np.int64]) -> Iterator[tuple[int, slice | NDArray[np.intp]]]:
+    """Yield (page number, which of the rows are in it), slices where the rows ascend."""
+    numbers_N = rows_N >> _PAGE_BITS
+    order: NDArray[np.intp] | None = None
+    if bool((np.diff(numbers_N) < 0).any()):
+        order = np.argsort(numbers_N, kind="stable")
+        numbers_N = numbers_N[order]
+    bounds = [0, *(np.flatnonzero(np.diff(numbers_N)) + 1).tolist(), len(rows_N)]
+    for begin, end in pairwise(bounds):
+        piece = slice(begin, end)
+        yield int(numbers_N[begin]), piece if order is None else order[piece]

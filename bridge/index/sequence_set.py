@@ -19,3 +19,7 @@ class SequenceSet:
         """Add a number; adding it again changes nothing."""
         bit = 1 << (seq & ((1 << _PAGE_BITS) - 1))
         self._pages[seq >> _PAGE_BITS] = self._pages.get(seq >> _PAGE_BITS, 0) | bit
+
+    def nbytes(self) -> int:
+        """Return the memory that the set takes, about."""
+        return len(self._pages) * ((1 << _PAGE_BITS) // 7 + 128)

@@ -17,7 +17,8 @@ def summarize(catalog: Catalog, name: str) -> TrajectorySummary:
     everything = slice(0, len(trajectory))
     places = {part: catalog.places(part, trajectory, everything) for part in Part}
     held = {part: places[part]["block"] >= 0 for part in Part}
-    versions = np.unique(np.concatenate([places[part]["version"][held[part]] for part in Part]))
+    blocks = np.concatenate([places[part]["block"][held[part]] for part in Part])
+    versions = np.unique(catalog.blocks.versions(blocks))
     width = {part: _row_bytes(catalog, trajectory, part) for part in Part}
     due = trajectory.rows >= 0
     due[:-1] = True

@@ -18,10 +18,15 @@ Number = TypeVar("Number", bound=np.generic)
 
 UNKNOWN_TOKEN = -1
 MISSING_ROW = -1
+_OBJECT_BYTES = 1024  # the object, its name and three array heads
 
 
 class TrajectoryMap:
-    """tokens int32 [T], engines int32 [T] (index, -1 for none), rows int64 [T] (-1 for none)."""
+    """tokens int32 [T], engines int32 [T] (index, -1 for none), rows int64 [T] (-1 for none).
+
+    ``entries`` are the store's entries that told it, ``step`` the RL step and ``told_at`` the
+    monotonic time of the last of them.
+    """
 
     def __init__(self) -> None:
         self.tokens: NDArray[np.int32] = np.empty(0, dtype=np.int32)
@@ -29,9 +34,16 @@ class TrajectoryMap:
         self.rows: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self.state = TrajectoryState.OPEN
         self.revision = 0
+        self.entries: list[int] = []
+        self.step = 0
+        self.told_at = 0.0
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def nbytes(self) -> int:
+        """Return the memory that the map takes, about."""
+        return 16 * len(self.tokens) + 40 * len(self.entries) + _OBJECT_BYTES
 
     def merge(
         self,

@@ -11,6 +11,9 @@ A quantized site is NVFP4: code planes (see `bridge.lowbits`), E4M3 block scales
 fc2 the token's FP32 scale. K and V have one FP32 scale a layer, told once by the engine, not here.
 Multi-byte numbers are little-endian.
 
+Torch is imported inside the functions that handle tensors: the bridge daemon handles none and must
+start without it.
+
 Shape legend: T rows, K expert slots of a token (top-k), N values of a site, B bytes of a row.
 """
 
@@ -19,13 +22,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Any, Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Self
 
 from bridge.errors import SchemaMismatch
-from bridge.fp4 import NVFP4_BLOCK
+from bridge.formats import MAX_BITS, NVFP4_BLOCK, plane_bytes
 from bridge.layout.shape import (
     MAX_LAYERS,
     LayoutError,
@@ -34,7 +34,9 @@ from bridge.layout.shape import (
     check_range,
 )
 from bridge.layout.site import PART_OF, Kind, Part, Site, SiteRecord
-from bridge.lowbits import MAX_BITS, pack_planes, plane_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOKEN_SCALE_BYTES = 4
 MAX_ROW_BYTES = 1 << 26
@@ -216,7 +218,7 @@ class RecordLayout:
         columns = slice(
             self.columns(Site.ROUTES, moe[0]).start, self._columns[Site.ROUTES, moe[-1]].stop
         )
-        ids = self._checked(rows_u8, Part.FORWARD)[:, columns].to(torch.int64)
+        ids = self._checked(rows_u8, Part.FORWARD)[:, columns].long()
         ids = ids.reshape(len(ids), len(moe), self.shape.top_k, self.id_bytes)
         return ids[..., 0] if self.id_bytes == 1 else ids[..., 0] | ids[..., 1] << 8
 
@@ -239,6 +241,10 @@ class RecordLayout:
             scales_u8: uint8 [T, N / 16] E4M3 bits, fc2: [T, K, N / 16].
             token_scale: float32 [T, 1], fc2: [T, K, 1]; None for k and v.
         """
+        import torch
+
+        from bridge.lowbits import pack_planes
+
         cells = self._cells(rows_u8, site, layer)
         pieces = [pack_planes(codes_u8, self.bits), scales_u8]
         if token_scale is not None:
@@ -247,6 +253,8 @@ class RecordLayout:
 
     def write_routes(self, rows_u8: Tensor, layer: int, experts_TK: Tensor) -> None:
         """Write the expert ids [T, K] of MoE layer `layer` into forward rows [T, B] in place."""
+        import torch
+
         ids = experts_TK.to(torch.int32).unsqueeze(-1)
         split = torch.cat((ids & 0xFF, ids >> 8)[: self.id_bytes], dim=-1).flatten(-2)
         rows = self._checked(rows_u8, Part.FORWARD)
@@ -260,6 +268,8 @@ class RecordLayout:
         return cells
 
     def _checked(self, rows_u8: Tensor, part: Part) -> Tensor:
+        import torch
+
         if rows_u8.dtype != torch.uint8 or rows_u8.shape[1:] != (self.row_bytes(part),):
             raise LayoutError(
                 f"Rows of {rows_u8.dtype} {tuple(rows_u8.shape)} are not {part} rows of this "
@@ -339,6 +349,8 @@ def _placed(unplaced: Iterable[_Unplaced]) -> Iterator[Field]:
 
 def _float32_of(bytes_u8: Tensor) -> Tensor:
     """Reinterpret [..., 4] bytes as float32 [..., 1]; copied, because columns are not aligned."""
+    import torch
+
     return bytes_u8.clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any, Self
 
 from bridge.errors import TraceError
-from bridge.fp4 import NVFP4_BLOCK
+from bridge.formats import NVFP4_BLOCK
 
 # Bounds on a shape from outside, checked before anything is allocated for it.
 MAX_LAYERS = 512

@@ -3,13 +3,16 @@
 Shape legend: T rows, K expert slots of a token (top-k), N values of a site.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from bridge.formats import NVFP4_BLOCK
 
-from bridge.fp4 import NVFP4_BLOCK, decode_e4m3
-from bridge.lowbits import unpack_planes
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Site(StrEnum):
@@ -64,6 +67,8 @@ class SiteRecord:
 
     def low_codes(self) -> Tensor:
         """Return the low `bits` bits of every code word: uint8 [T, N], fc2: [T, K, N]."""
+        from bridge.lowbits import unpack_planes
+
         return unpack_planes(self.planes_u8, self.bits, self.scales_u8.shape[-1] * NVFP4_BLOCK)
 
     def effective_scale(self, global_scale: Tensor | float = 1.0) -> Tensor:
@@ -72,5 +77,7 @@ class SiteRecord:
         The global scale is the token's if the record holds one, else `global_scale`: for k and v
         pass the engine's scale of the layer.
         """
+        from bridge.fp4 import decode_e4m3
+
         scale = global_scale if self.token_scale is None else self.token_scale
         return decode_e4m3(self.scales_u8) * scale

@@ -1,7 +1,8 @@
-"""What the daemon asks of a store: append entries durably, read one payload, replay the journal.
+"""What the daemon asks of a store: append entries, read one payload, drop entries, replay.
 
 An entry is one accepted message: a small header that rebuilds the index, and the record bytes of a
-Rows message. Entries are numbered from 0 in the order in which they were appended.
+Rows message. Entries are numbered in the order in which they were appended; numbers are not used
+again.
 """
 
 from __future__ import annotations
@@ -11,30 +12,60 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from bridge.wire.envelope import Buffer
+import numpy as np
+from numpy.typing import NDArray
 
-Reader = Callable[[int], Buffer | None]
+from bridge.wire.envelope import Buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """``header`` is a packed message without record bytes, ``payload`` the record bytes if any."""
+    """``header`` is a packed message without record bytes, ``payload`` rows of ``row_bytes``.
+
+    A payload of another kind is one row: ``row_bytes`` 0. A ``vital`` entry is small and may use
+    what a full store keeps back: among them is the news of a step that will make room.
+    """
 
     header: bytes
     payload: Buffer | None = None
+    row_bytes: int = 0
+    vital: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes that count against a store's limit."""
+        """Bytes of header and payload."""
         return len(self.header) + (0 if self.payload is None else memoryview(self.payload).nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A payload as a tier holds it.
+
+    ``sums`` are the row checksums (`bridge.store.row_sums`) where bytes can change behind the
+    daemon's back; None where only this process can reach them.
+    """
+
+    payload: memoryview
+    sums: NDArray[np.uint64] | None = None
+
+
+Reader = Callable[[int], Held | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Bytes in use and their limits by tier; a limit of 0 is a tier that is not there."""
+
+    memory_bytes: int = 0
+    memory_limit: int = 0
+    disk_bytes: int = 0
+    disk_limit: int = 0
+
+
 class Store(Protocol):
-    """A bounded, append-only journal of entries."""
+    """A bounded journal of entries; one thread uses it."""
 
     tier: str
-    may_rot: bool
-    """Whether bytes can change behind the daemon's back, so that every read must be checked."""
 
     def append(self, entries: Sequence[Entry]) -> list[int]:
         """Hold all entries, as durably as the tier promises, and return their numbers.
@@ -46,14 +77,17 @@ class Store(Protocol):
     def reader(self) -> AbstractContextManager[Reader]:
         """Give a function from entry number to payload; its buffers live as long as the context."""
 
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Give up entries; their space is used again. Unknown numbers are passed over."""
+
+    def reserve(self, index_bytes: int) -> None:
+        """Leave so much of the memory limit to the daemon's index, which grows with the rows."""
+
     def replay(self) -> Iterator[tuple[int, bytes]]:
         """Yield (number, header) of every entry held, oldest first."""
 
-    def used_bytes(self) -> int:
-        """Return the bytes that count against the limit."""
-
-    def limit_bytes(self) -> int:
-        """Return the limit."""
+    def fill(self) -> Fill:
+        """Return what is in use."""
 
     def close(self) -> None:
         """Release files and memory."""

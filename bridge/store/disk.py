@@ -1,12 +1,12 @@
 """The disk tier: an LMDB file in which an acknowledged entry survives kill -9 and a power cut.
 
-Three tables: ``about`` (schema version), ``journal`` (number -> header) and ``payload``
-(number -> record bytes). Headers stand apart so that a restart reads them and not the records.
+Four tables: ``about`` (schema version), ``journal`` (number -> header), ``payload`` (number ->
+record bytes) and ``sums`` (number -> row checksums). Headers stand apart so that a restart reads
+them and not the records. Space of dropped entries is used again; the file itself does not shrink.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -15,28 +15,27 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
+import numpy as np
 
-from bridge.errors import SchemaMismatch, StoreFull, TraceError
-from bridge.store.base import Entry, Reader
+from bridge.errors import SchemaMismatch, StoreFull
+from bridge.store.base import Entry, Fill, Held, Reader
+from bridge.store.directory import Ballast, CorruptStore, locked
+from bridge.store.row_sums import row_sums
 from bridge.wire.envelope import SCHEMA_VERSION
 
 _SCHEMA_KEY = b"schema"
+_TABLES = (b"journal", b"payload", b"sums")
 _PAGE = 4096
 _SMALLEST_LIMIT = 1 << 20
 _DISK_MARGIN = 1 << 20
+_DROPS_A_COMMIT = 256
 _number = struct.Struct(">Q")
 
 
-class StoreBusy(TraceError):
-    """Another daemon writes to the directory."""
-
-
-class CorruptStore(TraceError):
-    """The directory does not hold a readable store."""
-
-
 class DiskStore:
-    """A directory with one LMDB file of at most ``limit_bytes``.
+    """A directory whose files take at most ``limit_bytes``.
+
+    Without ``sync`` what is written survives the process but not a power cut.
 
     Raises:
         StoreBusy: another daemon has the directory.
@@ -45,13 +44,18 @@ class DiskStore:
     """
 
     tier = "disk"
-    may_rot = True
 
-    def __init__(self, directory: Path, limit_bytes: int, *, readonly: bool = False) -> None:
+    def __init__(
+        self, directory: Path, limit_bytes: int, *, readonly: bool = False, sync: bool = True
+    ) -> None:
         self.directory = directory
-        self._lock = None if readonly else _lock(directory)
-        self._env = _open(directory, limit_bytes, readonly)
+        self._limit = max(limit_bytes, _SMALLEST_LIMIT)
+        self._lock = None if readonly else locked(directory)
+        self._folder: int | None = None
+        self._ballast = Ballast(directory, self._limit // 16)
+        self._env = _open(directory, self._limit - self._ballast.nbytes, readonly, sync)
         try:
+            self._folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self._prepare(readonly)
         except BaseException:
             self.close()
@@ -61,25 +65,29 @@ class DiskStore:
         with _readable(self.directory):
             self._check_length()
             self._check_schema(readonly)
-            self._tables = {
-                name: self._env.open_db(name, create=not readonly)
-                for name in (b"journal", b"payload")
-            }
-            with self._env.begin(self._tables[b"journal"]) as txn, txn.cursor() as cursor:
-                self._next = _number.unpack(cursor.key())[0] + 1 if cursor.last() else 0
+            self._tables = {name: self._env.open_db(name, create=not readonly) for name in _TABLES}
+            self._next, self._live = 0, 0
+            with self._env.begin(buffers=True) as txn:
+                for table in self._tables.values():
+                    for key, value in txn.cursor(table):
+                        self._live += _space(len(value))
+                        self._next = max(self._next, _number.unpack(key)[0] + 1)
+        if not readonly:
+            self._ballast.load()
 
     def _check_length(self) -> None:
         """Refuse a truncated file: to read its map beyond the end would kill the process."""
         length = (self.directory / "data.mdb").stat().st_size
-        if length < self.used_bytes():
+        used = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        if length < used:
             raise CorruptStore(
-                f"the store in {self.directory} is cut off at {length} of {self.used_bytes()} "
-                "bytes; restore it from a copy, or move it away and serve an empty --dir"
+                f"the store in {self.directory} is cut off at {length} of {used} bytes; "
+                "restore it from a copy, or move it away and serve an empty --dir"
             )
 
     def _check_schema(self, readonly: bool) -> None:
-        about = self._env.open_db(b"about", create=not readonly)
-        with self._env.begin(about, write=not readonly) as txn:
+        self._about = self._env.open_db(b"about", create=not readonly)
+        with self._env.begin(self._about, write=not readonly) as txn:
             found = txn.get(_SCHEMA_KEY)
             if found is None and not readonly:
                 found = str(SCHEMA_VERSION).encode()
@@ -91,43 +99,127 @@ class DiskStore:
                 f"{SCHEMA_VERSION}; choose another --dir or use the version that wrote it"
             )
 
+    # --- writing
+
     def append(self, entries: Sequence[Entry]) -> list[int]:
         """Write all entries in one synced transaction or raise StoreFull."""
         numbers = list(range(self._next, self._next + len(entries)))
-        try:
-            with self._env.begin(write=True) as txn:
-                for number, entry in zip(numbers, entries, strict=True):
-                    self._put(txn, _number.pack(number), entry)
-        except lmdb.Error as error:
-            raise StoreFull(self._why_full(error, entries)) from error
-        self._next += len(entries)
+        self.write(list(zip(numbers, entries, strict=True)))
         return numbers
 
-    def _why_full(self, error: lmdb.Error, entries: Sequence[Entry]) -> str:
-        if isinstance(error, lmdb.MapFullError):
-            return (
-                f"the store in {self.directory} has reached its limit of {self.limit_bytes()} "
-                "bytes; raise --disk-limit or serve from another --dir"
-            )
+    def write(self, numbered: Sequence[tuple[int, Entry]]) -> None:
+        """Write entries under numbers of the caller's, ascending; all of them or StoreFull."""
+        needed = sum(_entry_space(entry) for _, entry in numbered)
+        vital = all(entry.vital for _, entry in numbered)
+        # What is kept back is for vital entries and drop(): LMDB writes new pages before it can
+        # give up old ones.
+        if self._live + needed > self._limit - (0 if vital else self._limit // 8):
+            raise StoreFull(self._over_limit())
+        try:
+            self._commit(numbered)
+        except StoreFull:
+            if not vital:
+                raise
+            self._ballast.unload()
+            self._commit(numbered)
+        self._live += needed
+        self._next = max(self._next, numbered[-1][0] + 1)
+
+    def _commit(self, numbered: Sequence[tuple[int, Entry]]) -> None:
+        try:
+            with self._env.begin(write=True) as txn:
+                for number, entry in numbered:
+                    self._put(txn, number, entry)
+        except lmdb.MapFullError as error:
+            raise StoreFull(self._over_limit()) from error
+        except lmdb.Error as error:
+            needed = sum(_entry_space(entry) for _, entry in numbered)
+            raise StoreFull(self._why_not_written(error, needed)) from error
+
+    def _put(self, txn: Any, number: int, entry: Entry) -> None:
+        key = _number.pack(number)
+        txn.put(key, entry.header, append=True, db=self._tables[b"journal"])
+        if entry.payload is not None:
+            sums = row_sums(number, entry.payload, entry.row_bytes)
+            txn.put(key, entry.payload, append=True, db=self._tables[b"payload"])
+            txn.put(key, sums.data, append=True, db=self._tables[b"sums"])
+
+    def _over_limit(self) -> str:
+        return (
+            f"the store in {self.directory} has reached its limit of {self._limit} bytes; "
+            "collect old steps (python -m bridge gc), raise --disk-limit or serve from another "
+            "--dir"
+        )
+
+    def _why_not_written(self, error: lmdb.Error, needed: int) -> str:
         # LMDB tells a write that the disk took half of as an I/O error, so look at the disk.
-        disk = os.statvfs(self.directory)
-        if disk.f_bavail * disk.f_frsize < sum(entry.nbytes for entry in entries) + _DISK_MARGIN:
+        assert self._folder is not None
+        disk = os.fstatvfs(self._folder)
+        if disk.f_bavail * disk.f_frsize < needed + _DISK_MARGIN:
             return f"the disk of {self.directory} is full; free space or serve from another --dir"
         return (
             f"writing to the store in {self.directory} failed ({error}); "
             "check the disk or serve from another --dir"
         )
 
-    def _put(self, txn: Any, key: bytes, entry: Entry) -> None:
-        txn.put(key, entry.header, append=True, db=self._tables[b"journal"])
-        if entry.payload is not None:
-            txn.put(key, entry.payload, append=True, db=self._tables[b"payload"])
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Delete entries, a few hundred a transaction, also when limit or disk is reached."""
+        ascending = sorted(numbers)
+        for begin in range(0, len(ascending), _DROPS_A_COMMIT):
+            batch = ascending[begin : begin + _DROPS_A_COMMIT]
+            try:
+                self._delete(batch)
+            except lmdb.Error:
+                self._ballast.unload()
+                self._env.set_mapsize(self._limit)
+                self._delete_at_last(batch)
+        if numbers:
+            self._turn_over()
+        self._ballast.load()
+
+    def _turn_over(self) -> None:
+        """Commit once more: LMDB uses pages again from the second transaction after the drop on."""
+        with self._env.begin(write=True) as txn:
+            txn.put(b"dropped", _number.pack(self._next), db=self._about)
+
+    def _delete_at_last(self, numbers: Sequence[int]) -> None:
+        try:
+            self._delete(numbers)
+        except lmdb.Error as error:
+            raise StoreFull(
+                f"entries of the store in {self.directory} cannot be deleted ({error}); "
+                "free a little space on its disk"
+            ) from error
+
+    def _delete(self, numbers: Sequence[int]) -> None:
+        freed = 0
+        with self._env.begin(write=True, buffers=True) as txn:
+            for number in numbers:
+                for table in self._tables.values():
+                    value = txn.get(_number.pack(number), db=table)
+                    if value is not None:
+                        freed += _space(len(value))
+                        txn.delete(_number.pack(number), db=table)
+        self._live -= freed
+
+    # --- reading
 
     @contextmanager
     def reader(self) -> Iterator[Reader]:
         """Give the payload lookup: buffers point into the file's map until the context ends."""
-        with self._env.begin(self._tables[b"payload"], buffers=True) as txn:
-            yield lambda number: txn.get(_number.pack(number))
+        payloads, sums = self._tables[b"payload"], self._tables[b"sums"]
+
+        with self._env.begin(buffers=True) as txn:
+
+            def read(number: int) -> Held | None:
+                key = _number.pack(number)
+                payload, row_sums = txn.get(key, db=payloads), txn.get(key, db=sums)
+                if payload is None or row_sums is None:
+                    return None
+                whole = len(row_sums) // 8
+                return Held(memoryview(payload), np.frombuffer(row_sums, dtype="<u8", count=whole))
+
+            yield read
 
     def replay(self) -> Iterator[tuple[int, bytes]]:
         """Yield (number, header) of every entry, oldest first."""
@@ -139,48 +231,46 @@ class DiskStore:
             for key, header in cursor:
                 yield _number.unpack(key)[0], header
 
-    def used_bytes(self) -> int:
-        """Return the size of the file's used part."""
-        return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
+    def reserve(self, index_bytes: int) -> None:
+        """Do nothing: the index lies in memory."""
 
-    def limit_bytes(self) -> int:
-        """Return the size that the file may reach."""
-        return int(self._env.info()["map_size"])
+    def fill(self) -> Fill:
+        """Return the bytes that entries take on disk."""
+        return Fill(disk_bytes=self._live, disk_limit=self._limit)
 
     def close(self) -> None:
         """Close the file and let another daemon have the directory."""
         self._env.close()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        for descriptor in (self._folder, self._lock):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._folder = self._lock = None
 
 
-def _open(directory: Path, limit_bytes: int, readonly: bool) -> Any:
-    size = max(limit_bytes, _SMALLEST_LIMIT) // _PAGE * _PAGE
+def _space(nbytes: int) -> int:
+    """Return the bytes that LMDB needs for a value: its own pages if large, else a node."""
+    if nbytes > _PAGE // 2:
+        return -(-(nbytes + 16) // _PAGE) * _PAGE
+    return nbytes + 32
+
+
+def _entry_space(entry: Entry) -> int:
+    payload = 0 if entry.payload is None else memoryview(entry.payload).nbytes
+    sums = payload // entry.row_bytes * 8 if entry.row_bytes else 8
+    return _space(len(entry.header)) + (_space(payload) + _space(sums) if payload else 0)
+
+
+def _open(directory: Path, size: int, readonly: bool, sync: bool) -> Any:
     with _readable(directory):
         # Records are read a few rows at a time in no order, so read-ahead would only evict pages.
         return lmdb.open(
-            str(directory), map_size=size, max_dbs=3, readonly=readonly, readahead=False
+            str(directory),
+            map_size=size // _PAGE * _PAGE,
+            max_dbs=4,
+            readonly=readonly,
+            readahead=False,
+            sync=sync,
         )
-
-
-def _lock(directory: Path) -> int:
-    """Hold the directory for this process; the kernel lets go when the process ends."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-    except OSError as error:
-        raise CorruptStore(
-            f"cannot use {directory} as a store ({error.strerror}); choose another --dir"
-        ) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise StoreBusy(
-            f"another bridge daemon serves {directory}; stop it or choose another --dir"
-        ) from error
-    return descriptor
 
 
 @contextmanager

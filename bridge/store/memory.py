@@ -1,4 +1,8 @@
-"""The memory tier: gone with the process, never over its limit."""
+"""The memory tier: gone with the process, never over its limit.
+
+With a disk to spill to, the oldest payloads move there when memory is full. The disk is scratch
+space then: the index is in memory too, so nothing of it outlives the process.
+"""
 
 from __future__ import annotations
 
@@ -6,64 +10,107 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from bridge.errors import StoreFull
-from bridge.store.base import Entry, Reader
-from bridge.wire.envelope import Buffer
+from bridge.store.base import Entry, Fill, Reader
+from bridge.store.disk import DiskStore
+from bridge.store.payloads import Payloads, cost, room_of
 
-_SMALL_FRAME = 32 << 10
+_SPILL_BYTES = 32 << 20
 
 
 class MemoryStore:
-    """Payloads by entry number; the headers are in the index already and only counted here."""
+    """Payloads by entry number; the headers are in the index already."""
 
-    tier = "memory"
-    may_rot = False
-
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, spill: DiskStore | None = None) -> None:
+        self.tier = "memory" if spill is None else "memory and spill"
         self._limit = limit_bytes
-        self._used = 0
-        self._entries = 0
-        self._payloads: dict[int, Buffer] = {}
+        self._index_bytes = 0
+        self._next = 0
+        self._payloads = Payloads()
+        self._row_bytes: dict[int, int] = {}
+        self._spill = spill
 
     def append(self, entries: Sequence[Entry]) -> list[int]:
         """Hold all entries or raise StoreFull."""
-        needed = sum(entry.nbytes for entry in entries)
-        if self._used + needed > self._limit:
-            raise StoreFull(
-                f"the bridge's memory store is full ({self._used} of {self._limit} bytes held, "
-                f"{needed} more asked for); raise --memory-limit or serve with --dir"
-            )
-        self._used += needed
-        return [self._hold(entry) for entry in entries]
-
-    def _hold(self, entry: Entry) -> int:
-        number = self._entries
-        self._entries += 1
-        if entry.payload is not None:
-            self._payloads[number] = _owned(entry.payload)
-        return number
+        if not all(entry.vital for entry in entries):
+            self._make_room(sum(cost(entry.payload) for entry in entries))
+        numbers = list(range(self._next, self._next + len(entries)))
+        self._next += len(entries)
+        for number, entry in zip(numbers, entries, strict=True):
+            if entry.payload is not None:
+                self._payloads.put(number, entry.payload)
+                self._row_bytes[number] = entry.row_bytes
+        return numbers
 
     @contextmanager
     def reader(self) -> Iterator[Reader]:
         """Give the payload lookup."""
-        yield self._payloads.get
+        if self._spill is None:
+            yield self._payloads.get
+            return
+        with self._spill.reader() as on_disk:
+            yield lambda number: self._payloads.get(number) or on_disk(number)
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Give up entries."""
+        elsewhere = []
+        for number in numbers:
+            if self._payloads.pop(number):
+                del self._row_bytes[number]
+            else:
+                elsewhere.append(number)
+        if self._spill is not None:
+            self._spill.drop(elsewhere)
+
+    def reserve(self, index_bytes: int) -> None:
+        """Leave room for the index."""
+        self._index_bytes = index_bytes
 
     def replay(self) -> Iterator[tuple[int, bytes]]:
         """Yield nothing: a memory store starts empty."""
         yield from ()
 
-    def used_bytes(self) -> int:
+    def fill(self) -> Fill:
         """Return the bytes held."""
-        return self._used
-
-    def limit_bytes(self) -> int:
-        """Return the limit."""
-        return self._limit
+        disk = Fill() if self._spill is None else self._spill.fill()
+        return Fill(self._payloads.nbytes, self._limit, disk.disk_bytes, disk.disk_limit)
 
     def close(self) -> None:
         """Drop everything."""
         self._payloads.clear()
+        if self._spill is not None:
+            self._spill.close()
 
+    def _make_room(self, needed: int) -> None:
+        room = room_of(self._limit) - self._index_bytes
+        if self._spill is not None and needed <= room:
+            over = self._payloads.nbytes + needed - room
+            if over > 0:
+                self._spill_oldest(self._spill, over)
+        if self._payloads.nbytes + needed > room:
+            raise StoreFull(
+                f"the bridge's memory is full ({self._payloads.nbytes} bytes of records and "
+                f"{self._index_bytes} of their index held, {needed} more asked for, limit "
+                f"{self._limit}); collect old steps (python -m bridge gc), raise --memory-limit "
+                "or serve with --dir"
+            )
 
-def _owned(payload: Buffer) -> Buffer:
-    """Copy a small frame, which would otherwise keep the socket's whole receive buffer alive."""
-    return bytes(payload) if memoryview(payload).nbytes < _SMALL_FRAME else payload
+    def _spill_oldest(self, disk: DiskStore, least: int) -> None:
+        """Move the oldest payloads to disk, ``least`` bytes or some more; StoreFull moves none."""
+        batch = self._oldest(max(least, _SPILL_BYTES))
+        try:
+            disk.write(batch)
+        except StoreFull:
+            batch = self._oldest(least)
+            disk.write(batch)
+        for number, _ in batch:
+            self._payloads.pop(number)
+            del self._row_bytes[number]
+
+    def _oldest(self, nbytes: int) -> list[tuple[int, Entry]]:
+        batch: list[tuple[int, Entry]] = []
+        for number, held in self._payloads.items():
+            batch.append((number, Entry(b"", held.payload, self._row_bytes[number])))
+            nbytes -= cost(held.payload)
+            if nbytes <= 0:
+                break
+        return batch

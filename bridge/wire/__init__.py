@@ -13,8 +13,17 @@ from bridge.wire.census import (
 from bridge.wire.codec import MESSAGES, decode, encode
 from bridge.wire.envelope import MAX_FRAME_BYTES, SCHEMA_VERSION
 from bridge.wire.fetch import Fetch, FetchReply
-from bridge.wire.ingest import Block, Hello, Rows, Trajectory, TrajectoryState, WeightDigests
+from bridge.wire.ingest import (
+    Block,
+    Dropped,
+    Hello,
+    Rows,
+    Trajectory,
+    TrajectoryState,
+    WeightDigests,
+)
 from bridge.wire.message import Message
+from bridge.wire.retention import Gc, GcReply, Pin, Policy, Step
 
 __all__ = [
     "MAX_FRAME_BYTES",
@@ -24,18 +33,24 @@ __all__ = [
     "Block",
     "Digests",
     "DigestsReply",
+    "Dropped",
     "Error",
     "Fetch",
     "FetchReply",
+    "Gc",
+    "GcReply",
     "Hello",
     "List",
     "ListReply",
     "Message",
+    "Pin",
     "Ping",
+    "Policy",
     "Pong",
     "Rows",
     "Stats",
     "StatsReply",
+    "Step",
     "Trajectory",
     "TrajectoryState",
     "TrajectorySummary",

@@ -11,10 +11,22 @@ from bridge.wire.message import HeaderOnly, Signal, frames_of
 
 
 @dataclass(frozen=True, slots=True)
-class Ack(Signal):
-    """The store holds the message with this envelope's seq."""
+class Ack(HeaderOnly):
+    """The store holds the peer's messages with these sequence numbers."""
 
     KIND: ClassVar[str] = "ack"
+
+    seqs: tuple[int, ...]
+
+    def body(self) -> dict[str, Any]:
+        """Return the header fields."""
+        return {"seqs": list(self.seqs)}
+
+    @classmethod
+    def parse(cls, envelope: Envelope) -> Self:
+        """Build from an intact envelope."""
+        frames_of(envelope, 0)
+        return cls(Fields(envelope.body).integers("seqs"))
 
 
 @dataclass(frozen=True, slots=True)

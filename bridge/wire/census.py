@@ -140,23 +140,34 @@ class Stats(Signal):
 
 @dataclass(frozen=True, slots=True)
 class StatsReply(HeaderOnly):
-    """The daemon's counters; ``store`` names the tier, bytes are those of the store.
+    """The daemon's counters; ``store`` names its tiers, memory before disk.
 
-    ``corrupt_rows`` counts rows that failed their checksum when read (they are then missing),
-    ``damaged_entries`` journal entries that were not readable at start-up, ``refused`` messages
-    answered with an error.
+    ``memory_bytes`` counts record bytes in memory and ``index_bytes`` what finds them, together
+    under ``memory_limit``; ``disk_bytes`` is under ``disk_limit`` (0: no such tier). ``full`` is 1
+    while the store refuses records. ``corrupt_rows`` counts rows that failed their checksum when
+    read (they are then missing), ``damaged_entries`` journal entries that were not readable at
+    start-up, ``refused`` messages answered with an error, ``commits`` writes to the store,
+    ``dropped_rows`` rows that engines gave up, ``collected`` trajectories that were removed.
     """
 
     KIND: ClassVar[str] = "stats_reply"
 
     store: str
-    used_bytes: int
-    limit_bytes: int
+    memory_bytes: int
+    index_bytes: int
+    memory_limit: int
+    disk_bytes: int
+    disk_limit: int
+    full: int
+    step: int
     engines: int
     trajectories: int
     forward_rows: int
     kv_rows: int
+    dropped_rows: int
+    collected: int
     messages: int
+    commits: int
     duplicates: int
     refused: int
     corrupt_rows: int

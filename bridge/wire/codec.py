@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bridge.errors import CorruptMessage
-from bridge.wire import answer, census, fetch, ingest
+from bridge.wire import answer, census, fetch, ingest, retention
 from bridge.wire.envelope import Buffer, seal, unseal
 from bridge.wire.message import Message
 
@@ -17,6 +17,11 @@ MESSAGES: dict[str, type[Message]] = {
         ingest.Block,
         ingest.Trajectory,
         ingest.WeightDigests,
+        ingest.Dropped,
+        retention.Step,
+        retention.Pin,
+        retention.Gc,
+        retention.GcReply,
         answer.Ack,
         answer.Error,
         fetch.Fetch,
@@ -35,7 +40,7 @@ MESSAGES: dict[str, type[Message]] = {
 
 def encode(message: Message, seq: int) -> list[Buffer]:
     """Return the frames of a message; large arrays are passed on without a copy."""
-    return seal(message.KIND, seq, message.body(), message.frames(), message.tail())
+    return seal(message.KIND, seq, message.body(), message.frames())
 
 
 def decode(frames: Sequence[Buffer]) -> tuple[Message, int]:

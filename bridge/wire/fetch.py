@@ -18,6 +18,7 @@ from bridge.wire.fields import MAX_COUNT, Fields, array, wire_bytes
 from bridge.wire.ingest import (
     MAX_TRAJECTORY_TOKENS,
     TrajectoryState,
+    layout_body,
     packed_kv_scales,
     parsed_kv_scales,
     parsed_layout,
@@ -99,7 +100,7 @@ class FetchReply:
             "length": self.length,
             "start": self.start,
             "positions": len(self.tokens),
-            "layout": self.layout.to_dict(),
+            "layout": layout_body(self.layout),
             "kv_scales": packed_kv_scales(self.kv_scales),
             "weight_versions": list(self.weight_versions),
             "engine_ids": list(self.engine_ids),
@@ -115,10 +116,6 @@ class FetchReply:
             wire_bytes(self.forward, np.uint8),
             wire_bytes(self.kv, np.uint8),
         ]
-
-    def tail(self) -> Buffer | None:
-        """Return no tail: column selection left the row checksums behind."""
-        return None
 
     @classmethod
     def parse(cls, envelope: Envelope) -> Self:

@@ -69,8 +69,10 @@ class Fields:
 
     def optional_integers(self, name: str) -> tuple[int, ...] | None:
         """Return a list of integers, or None."""
-        if self.body.get(name) is None:
-            return None
+        return None if self.body.get(name) is None else self.integers(name)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Return a list of integers."""
         values = self.items(name)
         if not all(type(value) is int for value in values):
             raise CorruptMessage(f"header field {name} is not a list of integers")

@@ -5,19 +5,20 @@ Shapes: n = rows of one message, R = bytes of one row, T = tokens of one traject
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, ClassVar, Self
 
+import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
 from bridge.errors import CorruptMessage
 from bridge.layout import Part, RecordLayout
 from bridge.wire.envelope import Buffer, Envelope
-from bridge.wire.fields import Fields, array, vector, wire_bytes
+from bridge.wire.fields import MAX_COUNT, Fields, array, vector, wire_bytes
 from bridge.wire.message import HeaderOnly, frames_of
 
 MAX_ROWS = 1 << 20
@@ -46,7 +47,7 @@ class Hello(HeaderOnly):
         """Return the header fields."""
         return {
             "engine_id": self.engine_id,
-            "layout": self.layout.to_dict(),
+            "layout": layout_body(self.layout),
             "kv_scales": packed_kv_scales(self.kv_scales),
             "model": dict(self.model),
         }
@@ -66,11 +67,7 @@ class Hello(HeaderOnly):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What a Rows message says about its rows: all but the record bytes. This is what is indexed.
-
-    ``row_crcs`` has the CRC-32 of every row, made by the engine and checked wherever the row is
-    read, so one altered row never costs more than itself.
-    """
+    """What a Rows message says of its rows: all but the record bytes. This is what is indexed."""
 
     KIND: ClassVar[str] = "block"
 
@@ -79,7 +76,6 @@ class Block:
     weight_version: str
     row_bytes: int
     rows: NDArray[np.int64]
-    row_crcs: NDArray[np.uint32]
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -91,22 +87,18 @@ class Block:
         }
 
     def frames(self) -> list[Buffer]:
-        """Return row numbers and row checksums."""
-        return [wire_bytes(self.rows, "<i8"), wire_bytes(self.row_crcs, "<u4")]
-
-    def tail(self) -> Buffer | None:
-        """Return no tail: the record bytes travel elsewhere."""
-        return None
+        """Return the row numbers."""
+        return [wire_bytes(self.rows, "<i8")]
 
     @classmethod
     def parse(cls, envelope: Envelope) -> Self:
-        """Build from an intact envelope without a tail."""
-        frames_of(envelope, 2)
+        """Build from an intact envelope without record bytes."""
+        frames_of(envelope, 1)
         return cls.parse_head(envelope)
 
     @classmethod
     def parse_head(cls, envelope: Envelope) -> Self:
-        """Build from the two checked frames."""
+        """Build from the header and the first frame."""
         fields = Fields(envelope.body)
         rows = vector(envelope.frames[0], "<i8", MAX_ROWS)
         if int(rows.min()) < 0 or int(rows.max()) > MAX_ROW_NUMBER:
@@ -117,7 +109,6 @@ class Block:
             fields.text("weight_version"),
             fields.integer("row_bytes", 1, MAX_ROW_BYTES),
             rows,
-            array(envelope.frames[1], "<u4", rows.shape),
         )
 
 
@@ -139,32 +130,23 @@ class Rows:
         payload: NDArray[np.uint8],
         weight_version: str,
     ) -> Self:
-        """Build a message and the checksums of its rows; rows int64 [n], payload uint8 [n, R]."""
-        crcs = row_checksums(payload)
-        return cls(Block(engine_id, part, weight_version, payload.shape[1], rows, crcs), payload)
+        """Build a message; rows int64 [n], payload uint8 [n, R]."""
+        return cls(Block(engine_id, part, weight_version, payload.shape[1], rows), payload)
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
         return self.block.body()
 
     def frames(self) -> list[Buffer]:
-        """Return row numbers and row checksums."""
-        return self.block.frames()
-
-    def tail(self) -> Buffer | None:
-        """Return the record bytes, protected by the row checksums."""
-        return wire_bytes(self.payload, np.uint8)
+        """Return the row numbers and the record bytes."""
+        return [*self.block.frames(), wire_bytes(self.payload, np.uint8)]
 
     @classmethod
     def parse(cls, envelope: Envelope) -> Self:
-        """Build from an intact envelope; checks every row."""
-        frames_of(envelope, 2, tail=True)
+        """Build from an intact envelope."""
+        _, payload = frames_of(envelope, 2)
         block = Block.parse_head(envelope)
-        assert envelope.tail is not None
-        payload = array(envelope.tail, np.uint8, (len(block.rows), block.row_bytes))
-        if not np.array_equal(row_checksums(payload), block.row_crcs):
-            raise CorruptMessage("a row of the message fails its checksum; resend it")
-        return cls(block, payload)
+        return cls(block, array(payload, np.uint8, (len(block.rows), block.row_bytes)))
 
 
 class TrajectoryState(StrEnum):
@@ -204,10 +186,6 @@ class Trajectory:
         """Return tokens and row numbers."""
         return [wire_bytes(self.tokens, "<i4"), wire_bytes(self.rows, "<i8")]
 
-    def tail(self) -> Buffer | None:
-        """Return no tail."""
-        return None
-
     @classmethod
     def parse(cls, envelope: Envelope) -> Self:
         """Build from an intact envelope."""
@@ -224,6 +202,32 @@ class Trajectory:
             tokens,
             rows,
             parsed_state(fields),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped(HeaderOnly):
+    """How many rows an engine has given up so far because the bridge did not keep up, by part."""
+
+    KIND: ClassVar[str] = "dropped"
+
+    engine_id: str
+    forward_rows: int
+    kv_rows: int
+
+    def body(self) -> dict[str, Any]:
+        """Return the header fields."""
+        return asdict(self)
+
+    @classmethod
+    def parse(cls, envelope: Envelope) -> Self:
+        """Build from an intact envelope."""
+        frames_of(envelope, 0)
+        fields = Fields(envelope.body)
+        return cls(
+            fields.name("engine_id"),
+            fields.integer("forward_rows", 0, MAX_COUNT),
+            fields.integer("kv_rows", 0, MAX_COUNT),
         )
 
 
@@ -255,15 +259,21 @@ class WeightDigests(HeaderOnly):
         )
 
 
-def row_checksums(payload: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Return the CRC-32 of every row of uint8 [n, R] as uint32 [n]."""
-    rows = np.ascontiguousarray(payload)
-    return np.fromiter((zlib.crc32(row.data) for row in rows), dtype=np.uint32, count=len(rows))
-
-
 def parsed_layout(fields: Fields) -> RecordLayout:
     """Return the layout of a header; raise SchemaMismatch if it is not a valid one."""
-    return RecordLayout.from_dict(fields.mapping("layout"))
+    return _layout_of(msgpack.packb(fields.mapping("layout")))
+
+
+@lru_cache(maxsize=64)
+def layout_body(layout: RecordLayout) -> dict[str, Any]:
+    """Return the header field of a layout, which nobody may change."""
+    return layout.to_dict()
+
+
+@lru_cache(maxsize=64)
+def _layout_of(packed: bytes) -> RecordLayout:
+    """Parse a layout once: every page of a fetch carries the same one."""
+    return RecordLayout.from_dict(msgpack.unpackb(packed))
 
 
 def packed_kv_scales(scales: Mapping[int, tuple[float, float]]) -> list[list[float]]:

@@ -17,10 +17,7 @@ class Message(Protocol):
         """Return the msgpack-able small fields."""
 
     def frames(self) -> list[Buffer]:
-        """Return the payload frames that the envelope checks."""
-
-    def tail(self) -> Buffer | None:
-        """Return the last frame that carries its own checksums, if any."""
+        """Return the payload frames."""
 
     @classmethod
     def parse(cls, envelope: Envelope) -> Self:
@@ -33,10 +30,6 @@ class HeaderOnly:
     def frames(self) -> list[Buffer]:
         """Return no frames."""
         return []
-
-    def tail(self) -> Buffer | None:
-        """Return no tail."""
-        return None
 
 
 class Signal(HeaderOnly):
@@ -53,8 +46,8 @@ class Signal(HeaderOnly):
         return cls()
 
 
-def frames_of(envelope: Envelope, count: int, *, tail: bool = False) -> tuple[memoryview, ...]:
-    """Return the checked frames, of which there must be exactly ``count``."""
-    if len(envelope.frames) != count or (envelope.tail is not None) != tail:
+def frames_of(envelope: Envelope, count: int) -> tuple[memoryview, ...]:
+    """Return the frames, of which there must be exactly ``count``."""
+    if len(envelope.frames) != count:
         raise CorruptMessage(f"a {envelope.kind} message with {len(envelope.frames)} frames")
     return envelope.frames

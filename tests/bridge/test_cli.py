@@ -77,7 +77,8 @@ def test_a_daemon_is_inspected_alive_and_its_directory_after_a_clean_stop(
         "nbytes": 3 * layout.row_bytes(Part.FORWARD),
     }
     assert alive["trajectories"] == while_served["trajectories"] == stopped["trajectories"]
-    assert alive["limit_bytes"] == 64 << 20
+    assert alive["disk_limit"] == 64 << 20
+    assert alive["disk_bytes"] == stopped["disk_bytes"] > 0
     assert all(word in table for word in ("trajectory", "finished", "1 trajectories", "v1", "64.0"))
     none = json.loads(run(app, ["inspect", "--dir", store, "--json", "other"]).stdout)
     assert none["trajectories"] == []
@@ -137,7 +138,7 @@ def test_bad_arguments_end_in_one_sentence_that_names_the_fix(tmp_path: Path) ->
 
 def test_a_store_of_another_schema_or_a_broken_one_ends_in_one_sentence(tmp_path: Path) -> None:
     DiskStore(tmp_path / "old", 1 << 20).close()
-    environment = lmdb.open(str(tmp_path / "old"), max_dbs=3)
+    environment = lmdb.open(str(tmp_path / "old"), max_dbs=4)
     with environment.begin(environment.open_db(b"about"), write=True) as txn:
         txn.put(b"schema", b"0")
     environment.close()
@@ -150,7 +151,8 @@ def test_a_store_of_another_schema_or_a_broken_one_ends_in_one_sentence(tmp_path
 
 def test_help_shows_every_option() -> None:
     shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "120"}).stdout
-    options = ("--endpoint", "--dir", "--disk-limit", "--memory-limit", "--log-level", "--parent")
+    options = ("--endpoint", "--dir", "--disk-limit", "--memory-limit", "--log-level", "--spill")
+    options += ("--keep", "--max-version-diff", "--expire", "--parent")
     assert all(option in shown for option in options)
 
 

@@ -18,8 +18,9 @@ from bridge.client import TraceClient
 from bridge.embedded import EmbeddedBridge
 from bridge.errors import BridgeUnreachable, SchemaMismatch, StoreFull, TraceError
 from bridge.layout import Part, RecordLayout
-from bridge.producer import RecordProducer
+from bridge.producer import Overflow, RecordProducer
 from bridge.store import MemoryStore, Store
+from bridge.wire import Policy
 
 NOBODY = "tcp://127.0.0.1:9"
 
@@ -101,23 +102,73 @@ def test_large_payloads_travel_in_several_messages(
         np.testing.assert_array_equal(client.fetch("t").kv, payload)
 
 
-def test_a_full_store_is_raised_and_counted_and_does_not_block_later_calls(
+def test_a_full_store_makes_the_engine_wait_until_there_is_room_and_loses_nothing(
     serve: Callable[[Store], str],
     layout: RecordLayout,
     make_rows: Callable[..., NDArray[np.uint8]],
 ) -> None:
-    payload = make_rows(Part.FORWARD, range(200))
-    with closing(RecordProducer(serve(MemoryStore(10_000)))) as producer:
+    endpoint = serve(MemoryStore(128 << 10))
+    payload = np.repeat(make_rows(Part.FORWARD, range(100)), 20, axis=0)
+    with RecordProducer(endpoint, resend_after_s=0.1) as producer, TraceClient(endpoint) as trainer:
         producer.hello("e", layout)
-        producer.send_rows(Part.FORWARD, range(100), payload[:100], "v")
+        producer.send_rows(Part.FORWARD, range(2000), payload, "v")
         producer.flush()
-        producer.send_rows(Part.FORWARD, range(200), payload, "v")
+        producer.send_rows(Part.FORWARD, range(2000, 4000), payload, "v")
         with pytest.raises(StoreFull, match="--memory-limit"):
-            producer.flush()
-        assert (producer.acknowledged_rows, producer.refused_rows) == (100, 200)
-        assert producer.unacknowledged_bytes == 0
-        producer.send_digests("v", {"w": "00"})
+            producer.flush(timeout_s=0.5)
+        assert producer.acknowledged_rows == 2000
+        assert trainer.stats().full
+        trainer.begin_step(1)
+        assert trainer.gc(Policy(keep=1)).rows == 2000
         producer.flush()
+        assert (producer.acknowledged_rows, producer.unacknowledged_bytes) == (4000, 0)
+        assert not trainer.stats().full
+
+
+def test_an_engine_that_may_drop_goes_on_and_says_how_many_rows_are_missing(
+    serve: Callable[[Store], str],
+    layout: RecordLayout,
+    make_rows: Callable[..., NDArray[np.uint8]],
+) -> None:
+    endpoint = serve(MemoryStore(192 << 10))
+    payload = np.repeat(make_rows(Part.FORWARD, range(100)), 20, axis=0)
+    with RecordProducer(endpoint, overflow=Overflow.DROP) as producer:
+        producer.hello("e", layout)
+        producer.send_trajectory("t", 0, range(4000), range(4000), "finished")
+        for first in (0, 2000):
+            rows = range(first, first + 2000)
+            producer.send_rows(Part.FORWARD, rows, payload, "v")
+        producer.flush()
+        assert producer.dropped_rows == {Part.FORWARD: 2000}
+    with TraceClient(endpoint) as trainer:
+        assert trainer.stats().dropped_rows == 2000
+        assert trainer.fetch("t").forward_valid.tolist() == [True] * 2000 + [False] * 2000
+
+
+def test_what_an_engine_that_may_drop_keeps_for_a_stalled_bridge_is_bounded(
+    start_process: Callable[..., EmbeddedBridge],
+    layout: RecordLayout,
+    make_rows: Callable[..., NDArray[np.uint8]],
+) -> None:
+    bridge = start_process()
+    payload = make_rows(Part.FORWARD, range(50))
+    window = 20_000
+    with RecordProducer(
+        bridge.endpoint, window_bytes=window, overflow=Overflow.DROP, resend_after_s=0.3
+    ) as producer:
+        producer.hello("e", layout)
+        os.kill(bridge.process.pid, signal.SIGSTOP)
+        for first in range(0, 50_000, 50):
+            producer.send_rows(Part.FORWARD, range(first, first + 50), payload, "v")
+            producer.send_trajectory(f"t{first}", 0, range(50), range(50), "finished")
+            assert producer.unacknowledged_bytes <= window * 5 // 4 + 1000
+        dropped = producer.dropped_rows[Part.FORWARD]
+        assert 0 < dropped < 50_000
+        os.kill(bridge.process.pid, signal.SIGCONT)
+        producer.flush()
+        assert producer.acknowledged_rows == 50_000 - dropped
+        with TraceClient(bridge.endpoint) as trainer:
+            assert trainer.stats().dropped_rows == dropped
 
 
 def test_rows_that_do_not_fit_the_hello_are_a_schema_mismatch(

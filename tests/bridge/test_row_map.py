@@ -3,18 +3,16 @@ from __future__ import annotations
 import tracemalloc
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.index import RowMap
+from bridge.index.block_table import BlockTable
 from bridge.index.grouping import groups
 from bridge.index.sequence_set import SequenceSet
 
 _ROWS = st.lists(st.integers(0, 5000) | st.integers(0, 1 << 62), min_size=1, max_size=40)
-
-
-def _crcs(rows: np.ndarray) -> np.ndarray:
-    return (rows % 65521).astype(np.uint32)
 
 
 @given(st.lists(_ROWS, max_size=8))
@@ -22,30 +20,64 @@ def test_a_row_is_found_where_it_was_put_last(blocks: list[list[int]]) -> None:
     row_map = RowMap()
     expected: dict[int, tuple[int, int]] = {}
     for block, rows in enumerate(blocks):
-        row_map.put(np.array(rows), block, _crcs(np.array(rows)), version=block % 3)
+        row_map.put(np.array(rows), block)
         expected.update({row: (block, offset) for offset, row in enumerate(rows)})
     asked = np.array([*expected, -1, 7001, 1 << 61])
     found = row_map.find(asked)
     for row, place in zip(asked.tolist(), found, strict=True):
         block, offset = expected.get(row, (-1, 0))
         assert (place["block"], place["offset"]) == (block, offset)
-        if block >= 0:
-            assert place["version"] == block % 3
-            assert place["crc"] == row % 65521
     assert row_map.rows == len(expected)
 
 
-def test_a_million_rows_cost_16_bytes_each_and_a_huge_row_number_one_page() -> None:
+def test_a_million_rows_cost_8_bytes_each_and_a_huge_row_number_one_page() -> None:
     row_map = RowMap()
     tracemalloc.start()
     for block in range(1000):
         rows = np.arange(block * 1000, (block + 1) * 1000)
-        row_map.put(rows, block, _crcs(rows), 0)
-    row_map.put(np.array([1 << 62]), 1000, np.array([1], dtype=np.uint32), 0)
+        row_map.put(rows, block)
+    row_map.put(np.array([1 << 62]), 1000)
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert row_map.rows == 1_000_001
-    assert held < 18 * 1_000_000
+    assert held < 10 * 1_000_000
+    assert row_map.nbytes() == pytest.approx(held, rel=0.1)
+
+
+@given(st.lists(_ROWS, min_size=1, max_size=8), st.sets(st.integers(0, 7)))
+def test_rows_of_dropped_blocks_are_gone_and_the_others_stay(
+    blocks: list[list[int]], dropped: set[int]
+) -> None:
+    row_map = RowMap()
+    last = {row: block for block, rows in enumerate(blocks) for row in rows}
+    for block, rows in enumerate(blocks):
+        row_map.put(np.array(rows), block)
+    row_map.drop(np.array(sorted(dropped), dtype=np.int64))
+    found = row_map.find(np.array(list(last)))["block"]
+    expected = [-1 if block in dropped else block for block in last.values()]
+    assert found.tolist() == expected
+    assert row_map.rows == sum(block >= 0 for block in expected)
+    row_map.drop(np.arange(8))
+    nbytes = row_map.nbytes()
+    for block, rows in enumerate(blocks, start=8):
+        row_map.put(np.array(rows), block)
+    assert (row_map.rows, row_map.nbytes()) == (len(last), nbytes)
+
+
+@given(st.lists(st.integers(0, 3), max_size=200))
+def test_a_block_table_is_a_window_that_moves_on(kept_every: list[int]) -> None:
+    table, held = BlockTable(), {}
+    for number, drop in enumerate(kept_every):
+        table.put(number * 40, engine=number, part=0, version=number % 7, step=number)
+        held[number * 40] = number % 7
+        if drop and held:
+            oldest = list(held)[:drop]
+            table.drop(np.array(oldest, dtype=np.int64))
+            held = {key: value for key, value in held.items() if key not in oldest}
+    numbers, blocks = table.held()
+    assert dict(zip(numbers.tolist(), blocks["version"].tolist(), strict=True)) == held
+    asked = np.array([*held, -1], dtype=np.int32)
+    assert table.versions(asked).tolist() == [*held.values(), -1]
 
 
 @given(st.lists(st.integers(-3, 3), max_size=30))

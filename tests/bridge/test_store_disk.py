@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
@@ -17,23 +15,9 @@ from bridge.client import TraceClient
 from bridge.errors import SchemaMismatch, StoreFull
 from bridge.layout import Part, RecordLayout
 from bridge.producer import RecordProducer
-from bridge.store import CorruptStore, DiskStore, Entry, Store, StoreBusy
+from bridge.store import CorruptStore, DiskStore, Entry, Held, Store, StoreBusy
 
 LIMIT = 16 << 20
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    if not sys.platform.startswith("linux") or os.geteuid() != 0:
-        pytest.skip("needs root on Linux to mount a small file system")
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("may not mount a file system here")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_entries_are_there_after_reopening_and_numbering_goes_on(tmp_path: Path) -> None:
@@ -99,10 +83,37 @@ def test_a_full_disk_refuses_in_one_sentence_and_loses_nothing(small_disk: Path)
     assert len(list(store.replay())) == held > 10
     with store.reader() as read:
         assert all(
-            bytes(read(number) or b"") == number.to_bytes(4, "big") * 20_000
-            for number in range(held)
+            _payload(read(number)) == number.to_bytes(4, "big") * 20_000 for number in range(held)
         )
+    store.drop(range(held))
+    assert list(store.replay()) == []
+    store.append(entries[: held // 2])
     store.close()
+
+
+def test_a_row_that_stands_in_the_place_of_another_is_missing(
+    tmp_path: Path,
+    layout: RecordLayout,
+    make_rows: Callable[..., NDArray[np.uint8]],
+    serve: Callable[[Store], str],
+) -> None:
+    payload = make_rows(Part.FORWARD, range(200))
+    endpoint = serve(DiskStore(tmp_path, LIMIT))
+    with RecordProducer(endpoint) as producer:
+        producer.hello("e", layout)
+        producer.send_rows(Part.FORWARD, range(200), payload, "v")
+        producer.send_trajectory("t", 0, range(200), range(200), "finished")
+    file = tmp_path / "data.mdb"
+    held = file.read_bytes()
+    places = [held.find(payload[row].tobytes()) for row in (3, 8)]
+    with file.open("r+b") as stream:
+        for row, place in zip((8, 3), places, strict=True):
+            stream.seek(place)
+            stream.write(payload[row].tobytes())
+    with TraceClient(endpoint) as client:
+        records = client.fetch("t")
+        assert np.flatnonzero(~records.forward_valid.numpy()).tolist() == [3, 8]
+        assert client.stats().corrupt_rows == 2
 
 
 def test_an_altered_row_is_missing_and_its_neighbours_are_not(
@@ -159,3 +170,7 @@ def _alter(file: Path, content: bytes) -> None:
             stream.seek(middle)
             stream.write(bytes([held[middle] ^ 1]))
             place = held.find(content, place + 1)
+
+
+def _payload(held: Held | None) -> bytes | None:
+    return None if held is None else bytes(held.payload)

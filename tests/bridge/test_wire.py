@@ -16,18 +16,24 @@ from bridge.wire import (
     Ack,
     Digests,
     DigestsReply,
+    Dropped,
     Error,
     Fetch,
     FetchReply,
+    Gc,
+    GcReply,
     Hello,
     List,
     ListReply,
     Message,
+    Pin,
     Ping,
+    Policy,
     Pong,
     Rows,
     Stats,
     StatsReply,
+    Step,
     Trajectory,
     TrajectoryState,
     TrajectorySummary,
@@ -44,8 +50,9 @@ _KV = np.arange(3 * _LAYOUT.row_bytes(Part.KV), dtype=np.uint8).reshape(3, -1)
 _ROWS = Rows.of("e", Part.FORWARD, np.array([5, 6, 9]), _FORWARD, "v1")
 
 EXAMPLES: list[Message] = [
-    Ack(),
+    Ack((4, 5)),
     Digests("v1"),
+    Dropped("e", 3, 4),
     DigestsReply({"e": {"w": "00ff"}, "f": {}}),
     Error("StoreFull", "the store is full; free it"),
     Fetch("t", 3, 9, (2,), ("fc1",)),
@@ -76,7 +83,12 @@ EXAMPLES: list[Message] = [
     _ROWS,
     _ROWS.block,
     Stats(),
-    StatsReply("disk", 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11),
+    StatsReply("disk", *range(19)),
+    Step(3),
+    Pin(("t",), 60),
+    Gc(Policy(keep=2, expire_s=0)),
+    Gc(Policy(max_version_diff=1)),
+    GcReply(1, 2, 3),
     Trajectory("e", "t", 3, np.array([7, 8]), np.array([2, -1]), TrajectoryState.FINISHED),
     WeightDigests("e", "v1", {"w": "00ff"}),
 ]
@@ -170,7 +182,7 @@ def test_intact_messages_with_senseless_fields_are_parsed_or_refused(data: st.Da
     frames = list(message.frames())
     if frames and data.draw(st.booleans()):
         frames[data.draw(st.integers(0, len(frames) - 1))] = data.draw(st.binary(max_size=64))
-    sealed = seal(message.KIND, 1, body, frames, message.tail())
+    sealed = seal(message.KIND, 1, body, frames)
     try:
         decoded, _ = decode(sealed)
     except (CorruptMessage, SchemaMismatch):

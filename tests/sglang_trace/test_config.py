@@ -3,6 +3,7 @@ import argparse
 import pytest
 
 from bridge.layout import ModelShape, Site
+from bridge.producer import Overflow
 from sglang_trace.config import ENVIRONMENT, TraceConfig, add_arguments, parse_sites
 
 SHAPE = ModelShape(5, 64, 32, 8, 2, 2, 32, (0, 1, 2, 3, 4), (0, 1, 2, 3, 4))
@@ -33,7 +34,9 @@ def test_an_unknown_site_is_refused_with_the_choices(text: str) -> None:
 
 
 def test_the_configuration_survives_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TraceConfig("tcp://127.0.0.1:1", (Site.K, Site.V), "0,2", 3, "/nowhere/failure")
+    config = TraceConfig(
+        "tcp://127.0.0.1:1", (Site.K, Site.V), "0,2", 3, Overflow.DROP, "/nowhere/failure"
+    )
     monkeypatch.setenv(ENVIRONMENT, config.to_environment()[ENVIRONMENT])
     assert TraceConfig.from_environment() == config
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,7 @@ from bridge.client import TraceClient
 from bridge.errors import BridgeUnreachable, NonFiniteActivation
 from bridge.fp4 import quantize_nvfp4, token_scale
 from bridge.layout import ModelShape, Part, RecordLayout, Site
-from bridge.producer import RecordProducer
+from bridge.producer import Overflow, RecordProducer
 from bridge.wire import TrajectoryState
 from sglang_trace.events import DigestsEvent, RowsEvent, TrajectoryEvent
 from sglang_trace.shipper import Shipper, ShipperFailed
@@ -29,11 +30,12 @@ def bridge() -> Iterator[str]:
     own.stop()
 
 
-def shipper_to(endpoint: str, **options: float) -> Shipper:
+def shipper_to(endpoint: str, overflow: Overflow = Overflow.BLOCK, **options: float) -> Shipper:
     return Shipper(
-        lambda: RecordProducer(endpoint, **options),
+        lambda: RecordProducer(endpoint, overflow=overflow, **options),
         lambda producer: producer.hello("engine", LAYOUT),
         LAYOUT,
+        overflow,
     )
 
 
@@ -116,8 +118,6 @@ def test_an_unforeseen_error_on_the_thread_is_not_lost(bridge: str) -> None:
 def test_a_full_queue_makes_the_scheduler_wait(
     bridge: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import threading
-
     monkeypatch.setattr("sglang_trace.shipper.QUEUE_BYTES", 10)
     gate = threading.Event()
     shipper = shipper_to(bridge)
@@ -136,3 +136,24 @@ def test_a_full_queue_makes_the_scheduler_wait(
     third.join(10)
     assert not third.is_alive()
     shipper.close()
+
+
+def test_a_full_queue_gives_rows_up_when_asked_to_and_the_bridge_knows_how_many(
+    bridge: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_trace.shipper.QUEUE_BYTES", 10)
+    gate = threading.Event()
+    shipper = shipper_to(bridge, Overflow.DROP)
+
+    def held_back() -> torch.Tensor:
+        gate.wait(10)
+        return torch.zeros(1, LAYOUT.row_bytes(Part.FORWARD), dtype=torch.uint8)
+
+    for number in range(10):
+        shipper.put(RowsEvent(Part.FORWARD, torch.tensor([number]), "v0", held_back, 8))
+    gate.set()
+    shipper.close()
+    with TraceClient(bridge) as client:
+        stats = client.stats()
+        assert stats.dropped_rows >= 8
+        assert stats.forward_rows + stats.dropped_rows == 10

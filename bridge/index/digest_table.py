@@ -1,0 +1,55 @@
+"""Digests of quantized weights, by weight version and engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bridge.wire import WeightDigests
+
+_ITEM_BYTES = 256  # two strings and their place in a dict
+
+
+@dataclass(slots=True)
+class _Version:
+    step: int = 0
+    entries: list[int] = field(default_factory=list)
+    by_engine: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def nbytes(self) -> int:
+        return sum(len(digests) for digests in self.by_engine.values()) * _ITEM_BYTES
+
+
+class DigestTable:
+    """What every engine reported of its weights; ``nbytes`` is the memory that takes, about."""
+
+    def __init__(self) -> None:
+        self._versions: dict[str, _Version] = {}
+        self.nbytes = 0
+
+    def get(self, weight_version: str) -> Mapping[str, Mapping[str, str]]:
+        """Return engine -> tensor name -> digest, the engine that reported last standing last."""
+        held = self._versions.get(weight_version)
+        return {} if held is None else held.by_engine
+
+    def put(self, told: WeightDigests, number: int, step: int) -> None:
+        """Join a report, the store's entry ``number``, with what the engine said before."""
+        # Versions stand in the order of their last report.
+        held = self._versions.pop(told.weight_version, None) or _Version()
+        self.nbytes -= held.nbytes()
+        self._versions[told.weight_version] = held
+        earlier = held.by_engine.pop(told.engine_id, {})
+        held.by_engine[told.engine_id] = {**earlier, **told.digests}
+        held.entries.append(number)
+        held.step = step
+        self.nbytes += held.nbytes()
+
+    def drop_before(self, step: int) -> list[int]:
+        """Forget versions last reported before ``step``, but not the newest; return entries."""
+        old = [name for name, held in list(self._versions.items())[:-1] if held.step < step]
+        numbers: list[int] = []
+        for name in old:
+            held = self._versions.pop(name)
+            self.nbytes -= held.nbytes()
+            numbers += held.entries
+        return numbers

@@ -1,0 +1,72 @@
+"""Payloads in memory, by entry number, oldest first."""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView
+
+from bridge.store.base import Held
+from bridge.wire.envelope import Buffer
+
+_SMALL_FRAME = 32 << 10
+_MOST_IN_TRANSIT = 192 << 20
+_OBJECT_BYTES = 1 << 10  # frame, view and place in the dict
+
+
+class Payloads:
+    """Frames as they arrived, without a copy; ``nbytes`` is the memory that they take, about."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Held] = {}
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def put(self, number: int, payload: Buffer) -> None:
+        """Hold a payload under a new number."""
+        self._held[number] = Held(memoryview(_owned(payload)))
+        self.nbytes += cost(payload)
+
+    def get(self, number: int) -> Held | None:
+        """Return a payload, None if it is not held."""
+        return self._held.get(number)
+
+    def oldest(self) -> int:
+        """Return the number that was put first."""
+        return next(iter(self._held))
+
+    def items(self) -> ItemsView[int, Held]:
+        """Return (number, payload) pairs, oldest first."""
+        return self._held.items()
+
+    def pop(self, number: int) -> bool:
+        """Let go of a payload; return False if it is not held."""
+        held = self._held.pop(number, None)
+        if held is None:
+            return False
+        self.nbytes -= cost(held.payload)
+        return True
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._held.clear()
+        self.nbytes = 0
+
+
+def room_of(limit_bytes: int) -> int:
+    """Return how much of a memory limit records and index may take.
+
+    The rest is for what is on its way: a turn's messages before they are held, a batch that LMDB
+    writes, pages that clients have not read yet.
+    """
+    return limit_bytes - min(limit_bytes // 8, _MOST_IN_TRANSIT)
+
+
+def cost(payload: Buffer | None) -> int:
+    """Return the memory that a payload takes."""
+    return 0 if payload is None else memoryview(payload).nbytes + _OBJECT_BYTES
+
+
+def _owned(payload: Buffer) -> Buffer:
+    """Copy a small frame, which would otherwise keep the socket's whole receive buffer alive."""
+    return bytes(payload) if memoryview(payload).nbytes < _SMALL_FRAME else payload
