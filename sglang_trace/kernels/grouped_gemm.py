@@ -6,14 +6,15 @@ and are added up in FP32; the matrix' power-of-two scale multiplies the sum. So 
 is that of the additions and the last one to BF16.
 
 Weights stay as `bridge.fp4.pack_nibbles` stores them and are read as 16-bit words of four code
-words, places 4w to 4w + 3, which share a block scale. A tile of words becomes four tiles of
-weights, and each meets the quarter of the activation with its places.
+words, which share a block scale. Taking words apart gives all first code words, all second ones
+and so on; joined by groups of eight words they are in a thread's registers what the tensor cores
+want, without any exchange, and activations come in the same order from `record.write_operand`.
 
 The weight's rows are the long side of the product, so the few tokens of a decode step fill the
 short side of the tensor cores' tile.
 
 Shape legend: R rows (token, slot), E experts, N outputs, I inputs, L tiles of M rows,
-B blocks of a tile, W = 4 B words of a tile.
+B blocks, W = 4 B words and K = 4 W inputs of a step.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_trace.kernels.arithmetic import decode_e2m1, decode_e4m3, round_bf16, upcast
+from sglang_trace.kernels.record import OPERAND_GROUP
 
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -43,7 +45,7 @@ class TileShape:
 
 # Decode: tiles of the fewest rows a tensor core takes. Prefill: tiles that reuse a weight often.
 DECODE = TileShape(rows=16, outputs=64, words=32, warps=4, stages=3)
-PREFILL = TileShape(rows=64, outputs=128, words=32, warps=8, stages=3)
+PREFILL = TileShape(rows=128, outputs=128, words=32, warps=8, stages=3)
 
 
 def multiply(
@@ -64,7 +66,7 @@ def multiply(
     """Fill the rows of `y_RN` that the first `count` tiles name; leave the others alone.
 
     Args:
-        x_RI: BF16 [R // slots, I], de-interleaved rows as `write_operand` stores them.
+        x_RI: BF16 [R // slots, I], rows as `write_operand` orders them.
         codes_ENI: uint8 [E, N, I/2].
         scales_ENB: uint8 [E, N, I/16] E4M3.
         global_first_E: float32 [E], powers of two, for the first half of the outputs (the gate).
@@ -80,6 +82,7 @@ def multiply(
     _experts, outputs, packed = codes_ENI.shape
     assert row_of_LM.shape[1] == shape.rows
     assert x_RI.shape[1] == 2 * packed
+    assert x_RI.shape[1] % OPERAND_GROUP == 0
     assert all(t.is_contiguous() for t in (x_RI, codes_ENI, scales_ENB, y_RN))
     grid = (triton.cdiv(outputs, shape.outputs), most)
     _multiply[grid](
@@ -98,7 +101,6 @@ def multiply(
         TILE_M=shape.rows,
         TILE_N=shape.outputs,
         TILE_W=shape.words,
-        WHOLE=packed // 2 % shape.words == 0,
         NATIVE=native,
         num_warps=shape.warps,
         num_stages=shape.stages,
@@ -160,12 +162,15 @@ def _block_scales(scales, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def load_part(at, place, end, WHOLE: tl.constexpr):
-    """Load, with zeros from `end` on. A mask keeps the compiler from copying asynchronously."""
-    if WHOLE:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=place < end, other=0)
+def _weights(words_NW, scale_NB, TILE_N: tl.constexpr, TILE_W: tl.constexpr, NATIVE: tl.constexpr):
+    """Return code word * scale [N, 4W], sorted by place modulo 4 in every group of 32."""
+    words_NB4 = tl.reshape(words_NW, (TILE_N, TILE_W // 4, 4))
+    w0, w1, w2, w3 = _code_words(words_NB4, NATIVE)
+    scale_NB1 = tl.expand_dims(scale_NB, 2)
+    even = tl.join(w0 * scale_NB1, w2 * scale_NB1)
+    odd = tl.join(w1 * scale_NB1, w3 * scale_NB1)
+    by_word = tl.reshape(tl.join(even, odd), (TILE_N, TILE_W // 8, 8, 2, 2))
+    return tl.reshape(tl.permute(by_word, (0, 1, 3, 4, 2)), (TILE_N, 4 * TILE_W))
 
 
 @triton.jit
@@ -185,7 +190,6 @@ def _multiply(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_W: tl.constexpr,
-    WHOLE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     tile = tl.program_id(1)
@@ -199,25 +203,27 @@ def _multiply(
     word_W = tl.arange(0, TILE_W)
     codes_NW = codes + weight_N[:, None] * WORDS + word_W[None, :]
     scales_NB = scales + weight_N[:, None] * (WORDS // 4) + block_B[None, :]
-    # Empty places compute row 0 and store nothing.
-    x_WM = x + (tl.maximum(row_M, 0) // slots)[None, :] * (4 * WORDS) + word_W[:, None]
+    place_K = tl.arange(0, 4 * TILE_W)
+    # Empty places are zeros and store nothing.
+    full_M = row_M >= 0
+    x_KM = x + (tl.maximum(row_M, 0) // slots)[None, :] * (4 * WORDS) + place_K[:, None]
     sum_NM = tl.zeros((TILE_N, TILE_M), tl.float32)
     for first in range(0, WORDS, TILE_W):
-        words_NW = load_part(codes_NW + first, word_W[None, :] + first, WORDS, WHOLE)
-        scales_u8_NB = load_part(
-            scales_NB + first // 4, block_B[None, :] + first // 4, WORDS // 4, WHOLE
-        )
-        words_NB4 = tl.reshape(words_NW, (TILE_N, TILE_W // 4, 4))
-        scale_NB1 = tl.expand_dims(_block_scales(scales_u8_NB, NATIVE), 2)
-        quarters = _code_words(words_NB4, NATIVE)
-        for place in tl.static_range(4):
-            w_NW = tl.reshape(quarters[place] * scale_NB1, (TILE_N, TILE_W))
-            x_part_WM = load_part(
-                x_WM + place * WORDS + first, word_W[:, None] + first, WORDS, WHOLE
-            )
-            if not NATIVE:
-                x_part_WM = upcast(x_part_WM)
-            sum_NM = tl.dot(w_NW, x_part_WM, sum_NM, input_precision="ieee")
+        if WORDS % TILE_W == 0:
+            words_NW = tl.load(codes_NW + first)
+            scales_u8_NB = tl.load(scales_NB + first // 4)
+            x_hat_KM = tl.load(x_KM + first * 4, mask=full_M[None, :], other=0.0)
+        else:
+            words_NW = tl.load(codes_NW + first, mask=(first + word_W < WORDS)[None, :], other=0)
+            live_B = first + 4 * block_B < WORDS
+            scales_u8_NB = tl.load(scales_NB + first // 4, mask=live_B[None, :], other=0)
+            live_KM = full_M[None, :] & (first * 4 + place_K < WORDS * 4)[:, None]
+            x_hat_KM = tl.load(x_KM + first * 4, mask=live_KM, other=0.0)
+        scale_NB = _block_scales(scales_u8_NB, NATIVE)
+        w_NK = _weights(words_NW, scale_NB, TILE_N, TILE_W, NATIVE)
+        if not NATIVE:
+            x_hat_KM = upcast(x_hat_KM)
+        sum_NM = tl.dot(w_NK, x_hat_KM, sum_NM, input_precision="ieee")
     first_scale = tl.load(global_first + expert)
     second_scale = tl.load(global_second + expert)
     scale_N = tl.where(out_N < N // 2, first_scale, second_scale) * 256.0

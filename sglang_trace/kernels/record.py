@@ -10,6 +10,9 @@ import triton.language as tl
 
 from sglang_trace.kernels.arithmetic import bits_of, dequantize_blocks, round_bf16
 
+# Values that `write_operand` orders together: rows are a whole number of such groups.
+OPERAND_GROUP = 32
+
 
 @triton.jit
 def write_planes(
@@ -44,18 +47,14 @@ def write_site(
 
 
 @triton.jit
-def write_operand(row, codes_BS, effective_B, live_B, PADDED: tl.constexpr, BLOCKS: tl.constexpr):
-    """Store the dequantized row as BF16, exact, and sorted by place modulo 4.
+def write_operand(row, codes_BS, effective_B, PADDED: tl.constexpr, BLOCKS: tl.constexpr):
+    """Store the dequantized row as BF16, exact, in the order in which the GEMM takes weights apart.
 
-    Four code words of a packed weight share 16 bits: a GEMM that takes apart the 16-bit words of
-    a tile has the weights of every fourth place, and meets them with every fourth activation.
+    Of 32 values, eight 16-bit words of packed weights, first those at places 0 of their words, then
+    those at places 1, 2 and 3.
     """
     x_BS = round_bf16(dequantize_blocks(codes_BS, effective_B))
-    even, odd = tl.split(tl.reshape(x_BS, (PADDED, 4, 2, 2)))
-    x0_B4, x2_B4 = tl.split(even)
-    x1_B4, x3_B4 = tl.split(odd)
-    at_B4 = row + tl.arange(0, PADDED)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    tl.store(at_B4, x0_B4, mask=live_B[:, None])
-    tl.store(at_B4 + BLOCKS * 4, x1_B4, mask=live_B[:, None])
-    tl.store(at_B4 + BLOCKS * 8, x2_B4, mask=live_B[:, None])
-    tl.store(at_B4 + BLOCKS * 12, x3_B4, mask=live_B[:, None])
+    x_G48 = tl.permute(tl.reshape(x_BS, (PADDED // 2, 8, 4)), (0, 2, 1))
+    group_G = tl.arange(0, PADDED // 2)[:, None, None]
+    place_G48 = group_G * 32 + tl.arange(0, 4)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    tl.store(row + place_G48, x_G48, mask=group_G < BLOCKS // 2)

@@ -14,7 +14,7 @@ from bridge.fp4 import NVFP4_BLOCK
 from sglang_trace.kernels.arithmetic import float_of, quantize_token, round_bf16, upcast
 from sglang_trace.kernels.nvfp4 import check_input
 from sglang_trace.kernels.place import LayerPlace
-from sglang_trace.kernels.record import write_operand, write_site
+from sglang_trace.kernels.record import OPERAND_GROUP, write_operand, write_site
 
 # log2(e) in two parts: a BF16 number has 8 bits, so its product with the first, of 16, is exact.
 _LOG2E_HIGH: tl.constexpr = tl.constexpr(94548.0 * 2.0**-16)
@@ -36,10 +36,10 @@ def quantize_slots(
         place: where to record, None to record nothing.
 
     Raises:
-        ValueError: if I is not a multiple of 16.
+        ValueError: if I is not a multiple of 32.
     """
     rows, width = operand_RI.shape
-    check_input(operand_RI, NVFP4_BLOCK)
+    check_input(operand_RI, OPERAND_GROUP)
     assert gate_up_R2I.shape == (rows, 2 * width)
     assert gate_up_R2I.is_contiguous()
     assert operand_RI.is_contiguous()
@@ -106,7 +106,7 @@ def _quantize_slots(
     up_BS = upcast(tl.load(gate + BLOCKS * 16, mask=live_B[:, None], other=0.0))
     h_BS = upcast(round_bf16(upcast(silu_bf16(gate_BS)) * up_BS))
     codes_BS, scales_B, effective_B, token_scale = quantize_token(h_BS)
-    write_operand(operand + index * BLOCKS * 16, codes_BS, effective_B, live_B, PADDED, BLOCKS)
+    write_operand(operand + index * BLOCKS * 16, codes_BS, effective_B, PADDED, BLOCKS)
     if FC2:
         cell = rows + (index // slots) * row_bytes + fc2_at + (index % slots) * slot_bytes
         write_site(cell, codes_BS, scales_B, token_scale, live_B, PADDED, BLOCKS, BITS)

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK = 1024
+# Rows that a program looks at together.
+_LEAST_CHUNK, _MOST_CHUNK = 128, 4096
 
 
 def most_tiles(rows: int, num_experts: int, tile_rows: int) -> int:
@@ -53,7 +54,7 @@ def sort_rows(
         # One place more than there are experts: rows of no expert are counted there.
         BINS=triton.next_power_of_2(num_experts + 1),
         TILE=tile_rows,
-        CHUNK=_CHUNK,
+        CHUNK=min(max(triton.next_power_of_2(rows), _LEAST_CHUNK), _MOST_CHUNK),
     )
 
 

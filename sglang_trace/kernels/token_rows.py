@@ -13,7 +13,7 @@ from bridge.fp4 import NVFP4_BLOCK
 from sglang_trace.kernels.arithmetic import quantize_token, upcast
 from sglang_trace.kernels.nvfp4 import check_input
 from sglang_trace.kernels.place import LayerPlace
-from sglang_trace.kernels.record import write_operand, write_site
+from sglang_trace.kernels.record import OPERAND_GROUP, write_operand, write_site
 
 
 def quantize_tokens(
@@ -22,7 +22,7 @@ def quantize_tokens(
     """Quantize tokens to NVFP4, store them as the GEMM's operand and record them.
 
     Code words and scales are those of `quantize_nvfp4(x, token_scale(x))`, the operand is their
-    dequantized value in BF16 (exact), de-interleaved as `write_operand` says, and the first T
+    dequantized value in BF16 (exact), in the order of `write_operand`, and the first T
     staging rows get the bytes of `RecordLayout.write_site` and `write_routes`.
 
     Args:
@@ -32,10 +32,10 @@ def quantize_tokens(
         place: where to record, None to record nothing.
 
     Raises:
-        ValueError: if H is not a multiple of 16 or the dtype is another.
+        ValueError: if H is not a multiple of 32 or the dtype is another.
     """
     tokens, width = x_TH.shape
-    check_input(x_TH, NVFP4_BLOCK)
+    check_input(x_TH, OPERAND_GROUP)
     assert x_TH.stride(1) == expert_ids_TK.stride(1) == 1
     assert operand_TH.shape == x_TH.shape
     assert operand_TH.is_contiguous()
@@ -93,7 +93,7 @@ def _quantize_tokens(
     value_BS = block_B[:, None] * 16 + tl.arange(0, 16)[None, :]
     x_BS = upcast(tl.load(x + token * x_row + value_BS, mask=live_B[:, None], other=0.0))
     codes_BS, scales_B, effective_B, token_scale = quantize_token(x_BS)
-    write_operand(operand + token * BLOCKS * 16, codes_BS, effective_B, live_B, PADDED, BLOCKS)
+    write_operand(operand + token * BLOCKS * 16, codes_BS, effective_B, PADDED, BLOCKS)
     row = rows + token * row_bytes
     if FC1:
         write_site(row + fc1_at, codes_BS, scales_B, token_scale, live_B, PADDED, BLOCKS, BITS)

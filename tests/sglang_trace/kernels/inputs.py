@@ -69,6 +69,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return bool(torch.equal(nan, b.isnan()) and equal.all())
 
 
-def by_place(x: Tensor) -> Tensor:
-    """The values of places 0, 4, 8 ..., then of 1, 5, 9 ..., as the GEMM's operand has them."""
-    return torch.cat([x[..., place::4] for place in range(4)], dim=-1)
+def operand_order(x: Tensor) -> Tensor:
+    """Rows [..., N] as the GEMM's operand has them: in groups of 32, by place modulo 4."""
+    return x.unflatten(-1, (-1, 8, 4)).transpose(-1, -2).flatten(-3)
+
+
+def natural_order(x: Tensor) -> Tensor:
+    """The inverse of `operand_order`."""
+    return x.unflatten(-1, (-1, 4, 8)).transpose(-1, -2).flatten(-3)
