@@ -5,7 +5,7 @@ median of CUDA-graph replays, divided by the calls in the graph. The calls rotat
 four times the L2 cache together where a set is large enough; decode-sized activations are smaller
 and stay cached, as they are in an engine (`cached` says which).
 
-The byte limit is what a device-to-device copy moves in the same run. Baselines: the plain torch
+The byte limit is what an elementwise kernel moves in the same run. Baselines: the plain torch
 reference for the quantizers, and for the experts a grouped GEMM of the same structure on BF16
 weights and torch's own grouped GEMM.
 """
@@ -14,20 +14,25 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import astuple, dataclass
-from datetime import UTC, datetime
+from dataclasses import astuple
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
-import triton
-import triton.language as tl
 import typer
 from torch import Tensor
 
+from benchmarks.bf16_experts import (
+    EXPERTS,
+    HIDDEN,
+    SLOTS,
+    WIDTH,
+    Routed,
+    best_bf16,
+    grouped_mm_time,
+    random_ids,
+)
+from benchmarks.gpu_timing import Table, copy_rate, git_commit, microseconds, result
 from bridge.fp4 import quantize_mxfp4, quantize_nvfp4
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from sglang_trace.experts import quantize_activation
@@ -39,10 +44,10 @@ from sglang_trace.kernels.mxfp4 import quantize_mxfp4_packed
 from sglang_trace.kernels.nvfp4 import quantize_nvfp4_packed
 from sglang_trace.kernels.place import LayerPlace
 from sglang_trace.kernels.slot_rows import quantize_slots
-from sglang_trace.kernels.tiles import most_tiles, sort_rows
+from sglang_trace.kernels.tiles import sort_rows
 from sglang_trace.kernels.token_rows import quantize_tokens
 
-HIDDEN, WIDTH, EXPERTS, SLOTS, LAYERS = 2048, 768, 128, 8, 48
+LAYERS = 48
 DEEPER = tuple(range(LAYERS // 2, LAYERS))
 SHAPE = ModelShape(
     LAYERS, HIDDEN, WIDTH, EXPERTS, SLOTS, 4, 128, tuple(range(LAYERS)), tuple(range(LAYERS))
@@ -52,60 +57,6 @@ L2_BYTES = 60 << 20
 SETS = 8
 PREFILL_TOKENS = 8192
 
-Call = Callable[[int], object]
-
-
-def microseconds(call: Call, sets: int, replays: int = 15) -> float:
-    """Median time of `call(set)`, the sets in turn inside one CUDA graph."""
-    for index in range(sets):
-        call(index)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(sets):
-            call(index)
-    times = []
-    for _ in range(replays + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / sets)
-    return statistics.median(times[2:])
-
-
-class Table:
-    """Rows of the JSON, printed as they come."""
-
-    def __init__(self, gigabytes_per_s: float) -> None:
-        self.rate = gigabytes_per_s
-        self.rows: list[dict[str, Any]] = []
-
-    def add(self, kernel: str, batch: int, nbytes: int, us: float, **more: Any) -> None:
-        """Note a time beside the time that its bytes take at the copy's rate."""
-        limit = nbytes / self.rate / 1000
-        row = {
-            "kernel": kernel,
-            "batch": batch,
-            "us": round(us, 2),
-            "bytes": nbytes,
-            "limit_us": round(limit, 3),
-            "of_limit": round(limit / us, 3),
-            **more,
-        }
-        self.rows.append(row)
-        print(json.dumps(row), flush=True)
-
-
-def copy_rate() -> float:
-    """GB/s of an elementwise kernel, bytes read and written."""
-    # A kernel: what the copy engine moves inside a graph is less.
-    source = torch.randint(0, 1 << 60, (1 << 27,), device="cuda")
-    target = torch.empty_like(source)
-    us = microseconds(lambda _: torch.bitwise_not(source, out=target), 1)
-    return 2 * source.nbytes / us / 1000
-
 
 def sets_for(nbytes: int) -> tuple[int, bool]:
     """How many input sets to rotate among, and whether they stay in the L2 cache all the same."""
@@ -114,10 +65,6 @@ def sets_for(nbytes: int) -> tuple[int, bool]:
 
 
 # --- the quantizers and what lies around the GEMMs
-
-
-def random_ids(tokens: int) -> Tensor:
-    return torch.rand(tokens, EXPERTS, device="cuda").topk(SLOTS).indices.int()
 
 
 def time_fc1(table: Table, tokens: int) -> None:
@@ -226,32 +173,6 @@ def random_weights() -> ExpertWeights:
     )
 
 
-@dataclass
-class Routed:
-    """Tiles of one set of routes."""
-
-    ids: Tensor
-    row_of: Tensor
-    expert_of: Tensor
-    count: Tensor
-    most: int
-    experts_used: int
-
-    @classmethod
-    def make(cls, tokens: int, tile_rows: int) -> Routed:
-        ids = random_ids(tokens)
-        most = most_tiles(ids.numel(), EXPERTS, tile_rows)
-        row_of = torch.empty(most, tile_rows, dtype=torch.int32, device="cuda")
-        expert_of = torch.empty(most, dtype=torch.int32, device="cuda")
-        count = torch.empty(1, dtype=torch.int32, device="cuda")
-        sort_rows(ids.flatten(), EXPERTS, tile_rows, row_of, expert_of, count)
-        return cls(ids, row_of, expert_of, count, most, len(ids.unique()))
-
-    @property
-    def tiles(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        return self.row_of, self.expert_of, self.count, self.most
-
-
 def gemm_time(weights: list[ExpertWeights], tokens: int, shape: TileShape, which: int) -> float:
     """Time of fc1's (0) or fc2's (1) GEMM."""
     routed = [Routed.make(tokens, shape.rows) for _ in weights]
@@ -319,97 +240,6 @@ def time_layer(
     table.add("experts, torch grouped_mm alone", tokens, theirs, ours, fp4_speedup=ours / gemms)
 
 
-# --- the same layer in BF16
-
-
-@triton.jit
-def _bf16_grouped(
-    x,
-    w,
-    y,
-    row_of,
-    expert_of,
-    count,
-    slots,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-):
-    tile = tl.program_id(1)
-    if tile >= tl.load(count):
-        return
-    expert = tl.load(expert_of + tile).to(tl.int64)
-    row_M = tl.load(row_of + tile * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
-    out_N = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
-    k = tl.arange(0, TILE_K)
-    w_NK = w + (expert * N + out_N)[:, None] * K + k[None, :]
-    x_KM = x + (tl.maximum(row_M, 0) // slots)[None, :] * K + k[:, None]
-    total = tl.zeros((TILE_N, TILE_M), tl.float32)
-    for first in range(0, K, TILE_K):
-        total = tl.dot(tl.load(w_NK + first), tl.load(x_KM + first), total)
-    at = y + row_M[None, :] * N + out_N[:, None]
-    tl.store(at, total.to(tl.bfloat16), mask=(row_M >= 0)[None, :])
-
-
-# outputs, inputs, warps, stages by the rows of a tile
-BF16_TILES = {
-    DECODE.rows: ((64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4)),
-    PREFILL.rows: ((128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3)),
-}
-
-
-def best_bf16(weights: list[tuple[Tensor, Tensor]], tokens: int) -> tuple[float, str]:
-    """The fastest tile for both GEMMs together."""
-    rows = tokens * SLOTS
-    tile_rows = tile_shape(rows, EXPERTS).rows
-    routed = [Routed.make(tokens, tile_rows) for _ in weights]
-    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
-    h = torch.randn(rows, WIDTH, device="cuda").bfloat16()
-    both = torch.empty(rows, 2 * WIDTH, dtype=torch.bfloat16, device="cuda")
-    y = torch.empty(rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
-    times = {}
-    for tile_n, tile_k, warps, stages in BF16_TILES[tile_rows]:
-
-        def call(i: int, n: int = tile_n, k: int = tile_k, w: int = warps, s: int = stages) -> None:
-            most = routed[i].most
-            tiles = routed[i].tiles[:3]
-            for inputs, matrix, out, slots in (
-                (x, weights[i][0], both, SLOTS),
-                (h, weights[i][1], y, 1),
-            ):
-                _experts, outputs, width = matrix.shape
-                _bf16_grouped[(outputs // n, most)](
-                    inputs, matrix, out, *tiles, slots, outputs, width, tile_rows, n, k,
-                    num_warps=w, num_stages=s,
-                )  # fmt: skip
-
-        times[f"{tile_n}x{tile_k}, {warps} warps, {stages} stages"] = microseconds(
-            call, len(weights)
-        )
-    how = min(times, key=times.__getitem__)
-    return times[how], how
-
-
-def grouped_mm_time(weights: list[tuple[Tensor, Tensor]], tokens: int) -> float:
-    """torch's grouped GEMM on rows that are already sorted by expert."""
-    rows = tokens * SLOTS
-    x = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
-    h = torch.randn(rows, WIDTH, device="cuda").bfloat16()
-    ends = [
-        torch.bincount(random_ids(tokens).flatten(), minlength=EXPERTS).cumsum(0).int()
-        for _ in weights
-    ]
-
-    def call(index: int) -> None:
-        w13, w2 = weights[index]
-        torch._grouped_mm(x, w13.transpose(1, 2), offs=ends[index])
-        torch._grouped_mm(h, w2.transpose(1, 2), offs=ends[index])
-
-    return microseconds(call, len(weights))
-
-
 # --- finding the tiles
 
 
@@ -451,8 +281,10 @@ def main(
     try:
         measure(table, weights)
     finally:
+        tiles = {"decode": astuple(DECODE), "prefill": astuple(PREFILL)}
+        report = result("fp4_kernels", table, commit or git_commit(), tiles=tiles)
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result(table, commit or git_commit()), indent=1) + "\n")
+        out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def measure(table: Table, weights: list[ExpertWeights]) -> None:
@@ -474,26 +306,6 @@ def measure(table: Table, weights: list[ExpertWeights]) -> None:
     for tokens in batches:
         few = SETS if tokens < PREFILL_TOKENS else 2
         time_layer(table, weights[:few], bf16[:few], tokens)
-
-
-def git_commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def result(table: Table, commit: str) -> dict[str, Any]:
-    """The JSON."""
-    return {
-        "name": "fp4_kernels",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit,
-        "command": " ".join(["python", "-m", "benchmarks.fp4_kernels", *sys.argv[1:]]),
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__},
-        "copy_gb_per_s": round(table.rate),
-        "tiles": {"decode": astuple(DECODE), "prefill": astuple(PREFILL)},
-        "rows": table.rows,
-    }
 
 
 if __name__ == "__main__":

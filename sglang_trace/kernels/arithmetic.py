@@ -2,8 +2,7 @@
 
 Numbers are rounded with integer operations and exact float additions, never with conversion
 instructions: the same bits come out of every GPU generation and of Triton's interpreter, and
-divisions are IEEE divisions as in the reference. A scale or an operand is never subnormal in FP32
-unless the format says so (E8M0 code 0).
+divisions are IEEE divisions as in the reference.
 
 Shape legend: B blocks of a row (padded to a power of two), S values of a block.
 """
@@ -11,9 +10,9 @@ Shape legend: B blocks of a row (padded to a power of two), S values of a block.
 import triton
 import triton.language as tl
 
-# The least subnormal-free scale and the formats' largest values: see `bridge.fp4`.
-_MIN_POWER_SCALE: tl.constexpr = tl.constexpr(2.0**-116)
+# E2M1_MAX * E4M3_MAX, and the bits of MIN_POWER_SCALE = 2^-116: see `bridge.fp4`.
 _TOKEN_RANGE: tl.constexpr = tl.constexpr(6.0 * 448.0)
+_MIN_POWER_BITS: tl.constexpr = tl.constexpr((127 - 116) << 23)
 # 1.5 * 2^23: a float32 this large has no fraction bits, so adding it rounds to an integer, ties to
 # even, and leaves the integer in the low bits.
 _ROUNDER: tl.constexpr = tl.constexpr(12582912.0)
@@ -62,11 +61,10 @@ def magnitude_bits(x_BS):
 def power_scale(amax_bits):
     """`bridge.fp4.token_scale` of the largest magnitude, given by its bits."""
     range_of = tl.full(amax_bits.shape, _TOKEN_RANGE, tl.float32)
-    least = tl.div_rn(float_of(amax_bits), range_of)
-    power = (tl.maximum(bits_of(least), bits_of(range_of * 0 + _MIN_POWER_SCALE)) + _MANTISSA) & (
-        _INF_BITS
-    )
-    power = tl.where(amax_bits == 0, 0x3F800000, power)
+    least_bits = tl.maximum(bits_of(tl.div_rn(float_of(amax_bits), range_of)), _MIN_POWER_BITS)
+    # Adding the whole mantissa carries into the exponent unless the mantissa is already zero.
+    power = (least_bits + _MANTISSA) & _INF_BITS
+    power = tl.where(amax_bits == 0, 0x3F800000, power)  # 1.0
     return float_of(tl.where(amax_bits < _INF_BITS, power, _NAN_BITS))
 
 

@@ -97,7 +97,7 @@ def run_experts(
 ) -> None:
     """Run the MoE layer on quantized activations, record them at `place`, write BF16 [T, H].
 
-    Seven launches and no allocation; which kernels run depends on T alone. Every one of the T rows
+    Six launches and no allocation; which kernels run depends on T alone. Every one of the T rows
     is recorded, padding too: the host takes the rows of real tokens.
     """
     tokens, hidden = x_TH.shape
