@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,26 +62,33 @@ class Ledger:
     def record(self, slots_n: Tensor, spans: list[Span]) -> Tensor:
         """Number the rows of a forward pass that filled `slots_n`; returns them as int64 [n].
 
+        The slots may lie on a GPU, which is not waited for; the row numbers lie on the host.
         `spans` say which positions of which requests the rows are, in order. Rows of padding
         (slot 0, which no request ever owns) are numbered and referred to by nobody.
         """
         first, count = self.next_row, len(slots_n)
         self.next_row += count
-        rows_n = torch.arange(first, first + count, device=slots_n.device)
-        self._row_of_slot[slots_n] = rows_n
-        self._kv_sent[slots_n] = False
+        slots_n = slots_n.long()
+        on_device_n = torch.arange(first, first + count, device=slots_n.device)
+        self._row_of_slot.index_copy_(0, slots_n, on_device_n)
+        # Not by assignment: that copies the number from the host, and waits.
+        self._kv_sent.index_fill_(0, slots_n, False)
         for span in spans:
             self._own[span.rid].append((span.position, first, span.length))
             first += span.length
-        return rows_n
+        return torch.arange(self.next_row - count, self.next_row)
 
     def read(self, rid: str, slots_T: Tensor) -> Reading:
         """Return the rows of positions 0 to T of a request whose slots are `slots_T`.
 
-        The caller sends the K and V of `kv_due_T`; they count as sent from here on.
+        The result lies where the slots lie, and a GPU is not waited for. The caller sends the K and
+        V of `kv_due_T`; they count as sent from here on.
         """
         slot_rows_T = self._row_of_slot[slots_T]
-        own_T = self.own_rows(rid, len(slots_T)).to(slots_T.device)
+        own_T = self.own_rows(rid, len(slots_T))
+        if slots_T.is_cuda:
+            # Only from pinned memory does a copy not wait.
+            own_T = own_T.pin_memory().to(slots_T.device, non_blocking=True)
         rows_T = torch.where(own_T == NO_ROW, slot_rows_T, own_T)
         holds_T = rows_T == slot_rows_T
         due_T = (rows_T != NO_ROW) & ~(holds_T & self._kv_sent[slots_T])
@@ -89,12 +97,15 @@ class Ledger:
 
     def own_rows(self, rid: str, length: int) -> Tensor:
         """Return the rows that a request computed itself at positions 0 to `length`: int64."""
-        rows_T = torch.full((length,), NO_ROW, dtype=torch.int64)
-        for position, first, count in self._own.get(rid, ()):
-            stop = min(position + count, length)
-            if position < stop:
-                rows_T[position:stop] = torch.arange(first, first + stop - position)
-        return rows_T
+        rows_T = np.full(length, NO_ROW)
+        # One entry a decode step: thousands of a long request, so all of them at once.
+        spans = np.array(self._own.get(rid, ()), dtype=np.int64).reshape(-1, 3)
+        position, first, count = spans.T
+        within = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
+        positions, rows = (np.repeat(start, count) + within for start in (position, first))
+        asked = positions < length
+        rows_T[positions[asked]] = rows[asked]
+        return torch.from_numpy(rows_T)
 
     def forget(self, rid: str) -> bool:
         """Drop a request's own rows: it finished, aborted or was retracted. True if it had any."""
