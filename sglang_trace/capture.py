@@ -28,6 +28,7 @@ from sglang_trace.kv_reader import KVReader, RawKV
 from sglang_trace.ledger import NO_ROW, Ledger, Reading, Span
 from sglang_trace.moe_method import moe_layers
 from sglang_trace.names import client_trajectory
+from sglang_trace.row_block import Gathered, RowBlock
 from sglang_trace.shipper import Shipper
 from sglang_trace.staging import Staging
 from sglang_trace.versions import WeightVersions
@@ -60,6 +61,7 @@ class Capture:
         self._staging = staging
         self._shipper = shipper
         self._versions = WeightVersions()
+        self._block = RowBlock.on(staging.rows_MB.device, layout.row_bytes(Part.FORWARD))
         # Of every expert matrix, under its Hugging Face name.
         self._digests: dict[str, str] = {}
         for _name, layer, method in moe_layers(model):
@@ -71,22 +73,24 @@ class Capture:
         """Record the forward pass that has just been launched."""
         spans = spans_of(batch)
         count = sum(span.length for span in spans)
-        if count == 0:
-            self._shipper.check()
-            return
-        # Whatever follows the requests' own tokens is padding.
-        rows_n = self._ledger.record(batch.out_cache_loc[:count], spans)
-        if self._layout.row_bytes(Part.FORWARD):
-            # On a GPU a copy on the stream of the forward pass, before the next one writes there.
-            staged_nB = self._staging.head(count).clone()
+        if count:
+            # Whatever follows the requests' own tokens is padding.
+            first = self._ledger.record(batch.out_cache_loc[:count], spans)
+            if self._layout.row_bytes(Part.FORWARD):
+                self._ship(self._block.add(first, self._staging.head(count)))
+        self._shipper.check()
+
+    def _ship(self, gathered: list[Gathered]) -> None:
+        for each in gathered:
+            rows_n = torch.arange(each.first, each.first + len(each.rows_nB))
             self._shipper.put(
                 RowsEvent(
                     Part.FORWARD,
                     rows_n,
                     self._versions.current,
-                    lambda: staged_nB,
-                    staged_nB.nbytes,
-                    made(staged_nB),
+                    each.rows,
+                    each.rows_nB.nbytes,
+                    each.made,
                 )
             )
 
@@ -136,6 +140,7 @@ class Capture:
     ) -> None:
         tokens_T = torch.tensor(tokens, dtype=torch.int32)
         nbytes = tokens_T.nbytes + rows_T.nbytes
+        self._ship(self._block.take())
         self._shipper.put(
             TrajectoryEvent(trajectory, tokens_T, rows_T, state, nbytes, made(rows_T))
         )
@@ -155,6 +160,7 @@ class Capture:
 
         `version` is their new name, None if they have none of their own.
         """
+        self._ship(self._block.take())
         label = self._versions.enter(version, self._ledger.next_row)
         self._digests |= changed_digests(self._model)
         for names in batched(self._digests, DIGESTS_PER_MESSAGE):
@@ -164,6 +170,7 @@ class Capture:
 
     def close(self) -> None:
         """Send what is left and end the shipper."""
+        self._ship(self._block.take())
         self._shipper.close()
 
 

@@ -59,24 +59,24 @@ class Ledger:
         self._kv_sent = torch.zeros(num_slots, dtype=torch.bool, device=device)
         self._own: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
 
-    def record(self, slots_n: Tensor, spans: list[Span]) -> Tensor:
-        """Number the rows of a forward pass that filled `slots_n`; returns them as int64 [n].
+    def record(self, slots_n: Tensor, spans: list[Span]) -> int:
+        """Number the rows of a forward pass that filled `slots_n`; returns the first number.
 
-        The slots may lie on a GPU, which is not waited for; the row numbers lie on the host.
+        The slots may lie on a GPU, which is not waited for.
         `spans` say which positions of which requests the rows are, in order. Rows of padding
         (slot 0, which no request ever owns) are numbered and referred to by nobody.
         """
-        first, count = self.next_row, len(slots_n)
-        self.next_row += count
+        first = row = self.next_row
+        self.next_row += len(slots_n)
         slots_n = slots_n.long()
-        on_device_n = torch.arange(first, first + count, device=slots_n.device)
-        self._row_of_slot.index_copy_(0, slots_n, on_device_n)
+        rows_n = torch.arange(first, self.next_row, device=slots_n.device)
+        self._row_of_slot.index_copy_(0, slots_n, rows_n)
         # Not by assignment: that copies the number from the host, and waits.
         self._kv_sent.index_fill_(0, slots_n, False)
         for span in spans:
-            self._own[span.rid].append((span.position, first, span.length))
-            first += span.length
-        return torch.arange(self.next_row - count, self.next_row)
+            self._own[span.rid].append((span.position, row, span.length))
+            row += span.length
+        return first
 
     def read(self, rid: str, slots_T: Tensor) -> Reading:
         """Return the rows of positions 0 to T of a request whose slots are `slots_T`.
