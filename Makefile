@@ -4,7 +4,7 @@ BIN := .venv/bin
 # The demo's and tests' matrices are tiny: a second thread costs more in waiting than it computes.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test setup lint unit clean
+.PHONY: demo matrix unchanged test setup lint unit clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -15,6 +15,12 @@ setup:  ## make .venv with pinned packages and both upstreams patched
 
 demo: setup  ## the main job on the real upstreams; writes out/demo/report.json and a picture
 	$(BIN)/python -m examples.demo --out out/demo
+
+matrix: setup  ## the demo on every pair of upstream releases with patches; writes out/matrix/matrix.json
+	$(BIN)/python -m examples.matrix
+
+unchanged: setup  ## compare the released and the patched upstreams with everything of ours off
+	$(BIN)/python -m scripts.unchanged --json out/unchanged.json
 
 test: lint  ## lint, types and every test that runs without a GPU
 	$(BIN)/python -m pytest
@@ -27,5 +33,5 @@ lint: setup
 unit: setup  ## the tests that start no server and no training job (about a minute)
 	$(BIN)/python -m pytest -m "not server"
 
-clean:  ## remove .venv and everything the demo wrote
+clean:  ## remove .venv and everything the demo and the matrix wrote
 	rm -rf .venv out

@@ -18,17 +18,12 @@ if [ "$(cat $venv/.installed 2>/dev/null)" != "$wanted" ]; then
     echo "error: 'python3 -m venv' failed; on Debian: apt-get install python3-venv" >&2; exit 1; }
   pip="$venv/bin/python -m pip --disable-pip-version-check --no-input"
   echo "set-up 1/4: torch" >&2
-  # setuptools and pybind11 build Megatron-core below, where it needs torch's headers out of the way.
   $pip install -q torch==2.13.0
   echo "set-up 2/4: pinned packages, SGLang 0.5.23 among them" >&2
   $pip install -q --no-deps -r requirements/cpu.txt
   echo "set-up 3/4: Megatron-core 0.19.2" >&2
-  # Its wheels ask for Python 3.12; on 3.11 the sdist builds and all of megatron.core works.
-  if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
-    $pip install -q --no-deps --ignore-requires-python --no-binary megatron-core megatron-core==0.19.2
-  else
-    $pip install -q --no-deps megatron-core==0.19.2
-  fi
+  # Its wheel for Python 3.11 asks for 3.12; all of megatron.core works on 3.11 too.
+  $pip install -q --no-deps --ignore-requires-python megatron-core==0.19.2
   echo "set-up 4/4: sglang-trace" >&2
   $pip install -q --no-deps -e .
   echo "$wanted" > $venv/.installed

@@ -29,14 +29,14 @@ def on_import() -> None:
     cpu_host.prepare()
 
 
-def register_kv_cache(methods: dict[str, type], accesses: dict[str, Any]) -> None:
-    """SGLang's KV cache registries exist: put our NVFP4 method into them on a CPU host."""
+def register_kv_cache(methods: dict[str, type]) -> None:
+    """SGLang's table of KV cache methods exists: put our NVFP4 method into it on a CPU host."""
     from sglang_trace import cpu_host
 
     if cpu_host.is_cpu_host():
         from sglang_trace import kv_cache
 
-        kv_cache.register(methods, accesses)
+        kv_cache.register(methods)
 
 
 def register_quantization(methods: dict[str, type]) -> None:

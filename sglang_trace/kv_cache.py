@@ -61,6 +61,20 @@ class TorchNvfp4KVCacheMethod(NVFP4KVCacheMethod):  # type: ignore[misc]
         super().__init__(num_layers, device, **layout)
         self._value_buffers: frozenset[int] = frozenset()
 
+    def attention_accesses(self) -> tuple[KVCacheAttentionAccess, ...]:
+        """Who may read this cache: the torch_native backend, as if it were a BF16 one."""
+        return tuple(
+            KVCacheAttentionAccess(
+                phase,
+                KVCacheAttentionAccessKind.PLAIN,
+                KVCacheBackendMatcher(exact=frozenset({ATTENTION_BACKEND})),
+                storage_dtype=torch.uint8,
+                attention_kv_dtype=torch.bfloat16,
+                scale_recipe=self.name,
+            )
+            for phase in KVCacheAttentionPhase
+        )
+
     def needs_linear_scale_buffer(self) -> bool:
         """Always: block scales lie beside their slot, [slot, head, block]."""
         return True
@@ -120,19 +134,6 @@ def _store(
     scale_buffer[loc] = stored.scales_u8
 
 
-def register(
-    methods: dict[str, type], accesses: dict[str, tuple[KVCacheAttentionAccess, ...]]
-) -> None:
-    """Make `--kv-cache-dtype nvfp4` mean this method, read by the torch_native backend."""
+def register(methods: dict[str, type]) -> None:
+    """Make `--kv-cache-dtype nvfp4` mean this method."""
     methods[TorchNvfp4KVCacheMethod.name] = TorchNvfp4KVCacheMethod
-    accesses[TorchNvfp4KVCacheMethod.name] = tuple(
-        KVCacheAttentionAccess(
-            phase,
-            KVCacheAttentionAccessKind.PLAIN,
-            KVCacheBackendMatcher(exact=frozenset({ATTENTION_BACKEND})),
-            storage_dtype=torch.uint8,
-            attention_kv_dtype=torch.bfloat16,
-            scale_recipe=TorchNvfp4KVCacheMethod.name,
-        )
-        for phase in KVCacheAttentionPhase
-    )

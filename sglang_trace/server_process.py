@@ -74,6 +74,7 @@ def defaults(*, capturing: bool) -> dict[str, str]:
     if capturing:
         chosen["quantization"] = QUANTIZATION
         if cpu_host.is_cpu_host():
+            # SGLang itself refuses this dtype on most GPUs, with a reason that is not ours.
             chosen["kv_cache_dtype"] = KV_CACHE_DTYPE
         else:
             chosen["cuda_graph_backend_prefill"] = "disabled"

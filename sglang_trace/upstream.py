@@ -118,7 +118,10 @@ _KV_CACHE_METHOD = (
     Call(f"{_KV_CACHE}:NVFP4KVCacheMethod(num_layers, device)"),
     *(
         Override(f"{_OUR_KV_CACHE}.{name}", f"{_KV_CACHE}:NVFP4KVCacheMethod.{name}")
-        for name in ("create_buffers", "quantize_and_store", "dequantize_kv_tensor")
+        for name in (
+            *("attention_accesses", "create_buffers", "quantize_and_store"),
+            "dequantize_kv_tensor",
+        )
     ),
     Override(
         f"{_OUR_KV_CACHE}.needs_linear_scale_buffer",

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from examples.demo import pipeline, report
+from examples.demo.requirements import unmet
 from examples.demo.server import ServerFailed
 from examples.demo.stages import StageFailed, Stages
 
@@ -33,7 +34,8 @@ def main(
 
     One FP4 rollout with the default capture feeds a guided GRPO step, whose weights go back to the
     running server. A second one with full capture, and one in BF16, give the comparison table.
-    Writes report.json and report.png into the --out folder.
+    Writes report.json and report.png into the --out folder. Exits with 1 if the report does not
+    show what it must.
     """
     console = Console()
     job = pipeline.Job(out.resolve(), seed, prompts, samples, new_tokens)
@@ -46,6 +48,9 @@ def main(
     report.write(result, job.out)
     report.show(result, console)
     console.print(f"\n[bold]{job.out}[/]: report.json, report.png, the servers' and trainer's logs")
+    if failures := list(unmet(result)):
+        Console(stderr=True).print("error: " + "\n".join(failures), style="red", markup=False)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 from examples.demo import rollout
 from examples.demo.rollout import Sample
-from examples.demo.server import Server
+from examples.demo.server import Server, free_port
 from examples.demo.stages import Stages, read_json
 from examples.demo.summary import summarize
 from examples.tiny_model import make_checkpoint
@@ -91,6 +91,8 @@ def _train(
     options = {"rollout": saved, "result": result, "seed": str(job.seed), **options}
     command = [
         *(sys.executable, "-m", "megatron_trace.launch", "--nproc-per-node", "1"),
+        # torchrun's own default is one fixed port: two jobs on a host would meet there.
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
         *(str(Path(__file__).with_name("trainer.py")), mode),
         *(word for key, value in options.items() for word in (f"--{key}", str(value))),
     ]
@@ -102,6 +104,7 @@ def _train(
 def _main_job(job: Job, stages: Stages) -> dict[str, Any]:
     """Default capture, guided GRPO step, weights back to the running server, generate again."""
     with _serving(job, stages, "FP4, default capture", "main", CAPTURE) as server:
+        sglang = server.version()
         first = _generate(job, stages, server, "first weights")
         step = _train(
             job,
@@ -125,7 +128,7 @@ def _main_job(job: Job, stages: Stages) -> dict[str, Any]:
             model=job.updated_model,
             bridge=server.bridge,
         )
-    return {"first": first, "second": second, "step": step, "after": after}
+    return {"sglang": sglang, "first": first, "second": second, "step": step, "after": after}
 
 
 def _comparison(job: Job, stages: Stages) -> dict[str, Any]:

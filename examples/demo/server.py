@@ -102,6 +102,12 @@ class Server:
                 return line.removeprefix(BRIDGE_LINE)
         raise ServerFailed(f"the server started no bridge:\n{self.log_tail()}")
 
+    def version(self) -> str:
+        """SGLang's version, as its server process imported it."""
+        reply = requests.get(f"{self.url}/server_info", timeout=60)
+        reply.raise_for_status()
+        return str(reply.json()["version"])
+
     def log_tail(self, lines: int = 25) -> str:
         """The last lines of the server's log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

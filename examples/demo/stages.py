@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -49,11 +50,23 @@ class Stages:
         self.seconds[name] = round(time.monotonic() - started, 1)
         self._progress.update(task, completed=1, total=1)
 
-    def process(self, name: str, command: list[str], log: Path) -> None:
-        """Runs `command` as a stage; its lines `@progress [done, total]` move the bar."""
+    def process(
+        self, name: str, command: list[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Runs `command` as a stage; its lines `@progress [done, total]` move the bar.
+
+        `environment` is added to this process's own.
+
+        Raises:
+            StageFailed: it ended with another exit code than 0.
+        """
         with self.stage(name) as move, log.open("w") as out:
             child = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, **(environment or {})},
             )
             assert child.stdout is not None
             for line in child.stdout:

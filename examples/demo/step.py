@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bridge.client import TraceClient
+from bridge.records import TrajectoryRecords
 from examples.demo.gap import Gap
 from examples.demo.grpo import clipped_loss, group_advantages
 from examples.demo.policy import Pack, fetch, logprobs, micro_batch, packs
@@ -101,7 +104,8 @@ def describe_records(client: TraceClient, samples: list[Sample], report: Report)
     """
     names = {s.trajectory for s in samples}
     held = [t for t in client.list_trajectories() if t.trajectory in names]
-    record, stats = client.fetch(samples[0].trajectory), client.stats()
+    records, stats = [client.fetch(s.trajectory) for s in samples], client.stats()
+    record = records[0]
     return {
         "trajectories": len(held),
         "positions": sum(t.rows for t in held),
@@ -111,8 +115,18 @@ def describe_records(client: TraceClient, samples: list[Sample], report: Report)
         "bytes_per_token": record.forward.shape[1] + record.kv.shape[1],
         "bytes_per_token_formula": record.layout.bytes_per_token(),
         "stored_bytes_per_token": stats.used_bytes / stats.forward_rows,
+        "digest": digest_of(records),
         "layout": record.layout.to_dict(),
     }
+
+
+def digest_of(records: Iterable[TrajectoryRecords]) -> str:
+    """SHA-256 (hex) of the trajectories' tokens and records, bit for bit."""
+    digest = hashlib.sha256()
+    for each in records:
+        for part in (each.tokens, each.forward, each.forward_valid, each.kv, each.kv_valid):
+            digest.update(part.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def save_checkpoint(model: GPTModel, like: Path, path: Path) -> None:

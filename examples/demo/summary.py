@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from examples.demo.rollout import Sample
 if TYPE_CHECKING:
     from examples.demo.pipeline import Job
 
-PACKAGES = ("sglang-trace", "sglang", "megatron-core", "torch", "transformers")
+INSTALLED = ("sglang-trace", "transformers")
 
 
 def summarize(
@@ -25,8 +24,9 @@ def summarize(
     stored = [part["records"].pop("stored_bytes_per_token") for part in (step, after)]
     return {
         "run": {"seconds": seconds, "stored_bytes_per_token": stored[0]},
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in PACKAGES},
+        # The upstreams' are those that the server's and the trainer's process say they imported.
+        "versions": {"sglang": main["sglang"], **step["versions"]}
+        | {name: version(name) for name in INSTALLED},
         "job": {
             "seed": job.seed,
             "prompts": job.prompts,

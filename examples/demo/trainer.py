@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import sys
 from pathlib import Path
 from typing import Any
 
+import megatron.core
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -50,11 +52,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         return compare(model, samples, rollout.load(args.bf16_rollout), client)
 
 
+def versions() -> dict[str, str]:
+    """What this process imported."""
+    return {
+        "python": platform.python_version(),
+        # A build from sources adds "+" and the commit of whatever checkout it was made in.
+        "megatron-core": megatron.core.__version__.partition("+")[0],
+        "torch": str(torch.__version__),
+    }
+
+
 def main() -> None:
-    """Writes the mode's result as JSON."""
+    """Writes the mode's result, and the versions it was made with, as JSON."""
     args = arguments()
     torch.manual_seed(args.seed)
-    args.result.write_text(json.dumps(run(args), indent=1))
+    result = {**run(args), "versions": versions()}
+    args.result.write_text(json.dumps(result, indent=1))
     torch.distributed.destroy_process_group()
 
 
