@@ -56,7 +56,7 @@ CONTEXT = 4096
 PROMPTS = 8
 FLAGS = [
     *("--load-format", "dummy", "--skip-tokenizer-init", "--attention-backend", "triton"),
-    *("--max-total-tokens", "180000", "--max-running-requests", "128"),
+    *("--max-total-tokens", "120000", "--max-running-requests", "128"),
     *("--chunked-prefill-size", "8192", "--disable-prefill-cuda-graph", "--sleep-on-idle"),
     *("--cuda-graph-bs-decode", *map(str, BATCHES)),
 ]
@@ -147,7 +147,7 @@ def main(
         "benchmarks/results/h200/capture_gpu.json"
     ),
     rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 3,
-    tokens: Annotated[int, typer.Option(min=8, help="Decode steps that are timed.")] = 384,
+    tokens: Annotated[int, typer.Option(min=8, help="Decode steps that are timed.")] = 512,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 48,
     commit: Annotated[str, typer.Option(help="What is measured; default: ask git.")] = "",
 ) -> None:

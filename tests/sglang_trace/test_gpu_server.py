@@ -15,6 +15,7 @@ import torch
 
 from bridge.client import TraceClient
 from bridge.errors import UnknownTrajectory
+from bridge.layout import Part, RecordLayout
 from bridge.records import TrajectoryRecords
 from tests.sglang_trace.conftest import CHUNK_TOKENS, SERVER_FLAGS
 from tests.sglang_trace.kernels.inputs import needs_gpu
@@ -33,8 +34,8 @@ CAPTURE = (
     *("--trace-layers", "all", "--trace-bits", "4"),
 )
 # Batches of another size are computed by other GEMMs, and a sum that is rounded otherwise flips a
-# code word now and then; the rows of another request or position agree on half as many.
-AGREEMENT, STRANGERS = 0.95, 0.6
+# code word now and then; the rows of another position agree on far fewer.
+AGREEMENT, STRANGERS = 0.85, 0.5
 
 
 @pytest.fixture(scope="module")
@@ -135,14 +136,19 @@ def test_requests_that_run_together_have_the_rows_they_have_alone(
         again = {"rid": f"alone-{request['rid']}", "prompt": tokens, "new_tokens": 1}
         server.generate(**again)
         alone = fetch(client, again["rid"])
-        codes = [records.forward[:-1], alone.forward[: len(tokens)]]
-        assert same_share(*codes) > AGREEMENT
-        assert same_share(codes[0][1:], codes[1][:-1]) < STRANGERS
+        mine, theirs = records.forward[:-1], alone.forward[: len(tokens)]
+        assert agreement(records.layout, mine, theirs) > AGREEMENT
+        assert agreement(records.layout, mine[1:], theirs[:-1]) < STRANGERS
         server.post("flush_cache")
 
 
-def same_share(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one == other).float().mean())
+def agreement(layout: RecordLayout, one: torch.Tensor, other: torch.Tensor) -> float:
+    """The share of equal code words and expert ids in forward rows."""
+    equal = [(layout.routes(one) == layout.routes(other)).float().flatten()]
+    theirs = layout.split(Part.FORWARD, other)
+    for place, record in layout.split(Part.FORWARD, one).items():
+        equal.append((record.low_codes() == theirs[place].low_codes()).float().flatten())
+    return float(torch.cat(equal).mean())
 
 
 def test_nothing_is_missing_after_retraction_and_abort(
