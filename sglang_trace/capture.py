@@ -8,12 +8,14 @@ Shape legend: n rows of a forward pass, T positions of a request, B bytes of a r
 from __future__ import annotations
 
 import uuid
+from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bridge.errors import TraceError
@@ -25,7 +27,7 @@ from sglang_trace.events import DigestsEvent, RowsEvent, TrajectoryEvent
 from sglang_trace.expert_weights import Experts
 from sglang_trace.host_copy import made
 from sglang_trace.kv_reader import KVReader, RawKV
-from sglang_trace.ledger import NO_ROW, Ledger, Reading, Span
+from sglang_trace.ledger import NO_ROW, Ledger, Span
 from sglang_trace.moe_method import moe_layers
 from sglang_trace.names import client_trajectory
 from sglang_trace.row_block import Gathered, RowBlock
@@ -128,25 +130,26 @@ class Capture:
         if trajectory is not None:
             tokens = [*req.origin_input_ids, *output_ids]
             slots_T = slots[: len(tokens) - 1].long()
-            reading = self._ledger.read(req.rid, slots_T)
+            rows_T = self._ledger.read(req.rid, slots_T)
             if self._kv is not None:
-                self._send_kv(self._kv, reading, slots_T)
-            rows_T = torch.cat((reading.rows_T, reading.rows_T.new_full((1,), NO_ROW)))
-            self._put_trajectory(trajectory, tokens, rows_T, state)
+                self._send_kv(self._kv, rows_T, slots_T)
+            self._put_trajectory(trajectory, tokens, F.pad(rows_T, (0, 1), value=NO_ROW), state)
         self._ledger.forget(req.rid)
 
     def _put_trajectory(
         self, trajectory: str, tokens: list[int], rows_T: Tensor, state: TrajectoryState
     ) -> None:
-        tokens_T = torch.tensor(tokens, dtype=torch.int32)
+        # Twice as fast as from a list, and prompts are long.
+        tokens_T = torch.frombuffer(array("i", tokens), dtype=torch.int32)
         nbytes = tokens_T.nbytes + rows_T.nbytes
         self._ship(self._block.take())
         self._shipper.put(
             TrajectoryEvent(trajectory, tokens_T, rows_T, state, nbytes, made(rows_T))
         )
 
-    def _send_kv(self, kv: KVReader, reading: Reading, slots_T: Tensor) -> None:
-        rows_n, slots_n = reading.rows_T[reading.kv_due_T], slots_T[reading.kv_due_T]
+    def _send_kv(self, kv: KVReader, rows_T: Tensor, slots_T: Tensor) -> None:
+        due_T = self._ledger.take_due_kv(rows_T, slots_T)
+        rows_n, slots_n = rows_T[due_T], slots_T[due_T]
         for label, mask_n in self._versions.split(rows_n):
             pieces = kv.gather(slots_n[mask_n])
             nbytes = sum(piece.packed.nbytes + piece.scales.nbytes for piece in pieces)
