@@ -91,7 +91,7 @@ class Capture:
                     rows_n,
                     self._versions.current,
                     each.rows,
-                    each.rows_nB.nbytes,
+                    each.nbytes,
                     each.made,
                 )
             )

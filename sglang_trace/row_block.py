@@ -30,6 +30,11 @@ class Gathered:
         """Return the rows."""
         return self.rows_nB
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they keep from being used again: those of a whole block."""
+        return self.rows_nB.untyped_storage().nbytes()
+
 
 class RowBlock:
     """Takes rows in the order of their numbers, without gaps."""

@@ -1,7 +1,7 @@
 """Static rows that the MoE layers of one forward pass write to.
 
 The rows lie at a fixed address, so the writes can be part of a CUDA graph; what a forward pass has
-left in them is cloned before the next one starts.
+left in them is copied before the next one starts.
 
 Shape legend: M most rows of a forward pass, T rows of this one, B bytes of a row, H hidden size,
 I expert width, K expert slots.

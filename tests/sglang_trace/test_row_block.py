@@ -48,6 +48,13 @@ def test_small_passes_leave_together_and_a_large_one_by_itself() -> None:
     ]
 
 
+def test_a_block_counts_with_all_its_memory_however_few_rows_it_has() -> None:
+    block = RowBlock(4)
+    block.add(0, torch.zeros(1, 3, dtype=torch.uint8))
+    (few,) = block.take()
+    assert few.nbytes == 4 * 3
+
+
 def test_on_a_cpu_every_pass_leaves_at_once() -> None:
     (only,) = RowBlock.on("cpu", row_bytes=3).add(7, torch.zeros(1, 3, dtype=torch.uint8))
     assert only.first == 7
