@@ -14,12 +14,13 @@ def digest(tensor: Fp4Tensor) -> str:
     Code words are packed two to a byte (even index in the low nibble) and the global scale counts
     as little-endian FP32. Equal digests mean equal numbers, bit for bit.
     """
+    return digest_packed(pack_nibbles(tensor.codes_u8), tensor.scales_u8, tensor.global_scale)
+
+
+def digest_packed(packed_u8: Tensor, scales_u8: Tensor, global_scale: Tensor) -> str:
+    """Return the `digest` of a tensor whose code words are packed already."""
     sha = hashlib.sha256()
-    for part in (
-        pack_nibbles(tensor.codes_u8),
-        tensor.scales_u8,
-        tensor.global_scale.to(torch.float32),
-    ):
+    for part in (packed_u8, scales_u8, global_scale.to(torch.float32)):
         sha.update(_bytes_of(part))
     return sha.hexdigest()
 

@@ -8,30 +8,36 @@ Shape legend: n rows of a forward pass, T positions of a request, B bytes of a r
 from __future__ import annotations
 
 import uuid
+from array import array
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from bridge.digest import digest
 from bridge.errors import TraceError
 from bridge.layout import Part, RecordLayout, Site
 from bridge.producer import RecordProducer
 from bridge.wire import TrajectoryState
 from sglang_trace.config import TraceConfig
 from sglang_trace.events import DigestsEvent, RowsEvent, TrajectoryEvent
+from sglang_trace.expert_weights import Experts
+from sglang_trace.host_copy import made
 from sglang_trace.kv_reader import KVReader, RawKV
 from sglang_trace.ledger import NO_ROW, Ledger, Span
-from sglang_trace.moe_method import moe_layers, stored_matrices
+from sglang_trace.moe_method import moe_layers
 from sglang_trace.names import client_trajectory
+from sglang_trace.row_block import Gathered, RowBlock
 from sglang_trace.shipper import Shipper
 from sglang_trace.staging import Staging
 from sglang_trace.versions import WeightVersions
 
 BAD_REQUEST = 400
 DIGESTS_PER_MESSAGE = 8192
+DIGEST_THREADS = 8
 
 
 class ForwardNotUnderstood(TraceError):
@@ -57,6 +63,9 @@ class Capture:
         self._staging = staging
         self._shipper = shipper
         self._versions = WeightVersions()
+        self._block = RowBlock.on(staging.rows_MB.device, layout.row_bytes(Part.FORWARD))
+        # Of every expert matrix, under its Hugging Face name.
+        self._digests: dict[str, str] = {}
         for _name, layer, method in moe_layers(model):
             method.recorder = staging.recorder(layer.layer_id)
 
@@ -66,16 +75,24 @@ class Capture:
         """Record the forward pass that has just been launched."""
         spans = spans_of(batch)
         count = sum(span.length for span in spans)
-        if count == 0:
-            self._shipper.check()
-            return
-        # Whatever follows the requests' own tokens is padding.
-        rows_n = self._ledger.record(batch.out_cache_loc[:count], spans)
-        if self._layout.row_bytes(Part.FORWARD):
-            staged_nB = self._staging.head(count).clone()
+        if count:
+            # Whatever follows the requests' own tokens is padding.
+            first = self._ledger.record(batch.out_cache_loc[:count], spans)
+            if self._layout.row_bytes(Part.FORWARD):
+                self._ship(self._block.add(first, self._staging.head(count)))
+        self._shipper.check()
+
+    def _ship(self, gathered: list[Gathered]) -> None:
+        for each in gathered:
+            rows_n = torch.arange(each.first, each.first + len(each.rows_nB))
             self._shipper.put(
                 RowsEvent(
-                    Part.FORWARD, rows_n, self._versions.current, staged_nB.cpu, staged_nB.nbytes
+                    Part.FORWARD,
+                    rows_n,
+                    self._versions.current,
+                    each.rows,
+                    each.nbytes,
+                    each.made,
                 )
             )
 
@@ -113,26 +130,30 @@ class Capture:
         if trajectory is not None:
             tokens = [*req.origin_input_ids, *output_ids]
             slots_T = slots[: len(tokens) - 1].long()
-            reading = self._ledger.read(req.rid, slots_T)
-            self._send_kv(reading.rows_T[reading.kv_due_T], slots_T[reading.kv_due_T])
-            rows_T = torch.cat((reading.rows_T, reading.rows_T.new_full((1,), NO_ROW)))
-            self._put_trajectory(trajectory, tokens, rows_T, state)
+            rows_T = self._ledger.read(req.rid, slots_T)
+            if self._kv is not None:
+                self._send_kv(self._kv, rows_T, slots_T)
+            self._put_trajectory(trajectory, tokens, F.pad(rows_T, (0, 1), value=NO_ROW), state)
         self._ledger.forget(req.rid)
 
     def _put_trajectory(
         self, trajectory: str, tokens: list[int], rows_T: Tensor, state: TrajectoryState
     ) -> None:
-        tokens_T = torch.tensor(tokens, dtype=torch.int32)
+        # Twice as fast as from a list, and prompts are long.
+        tokens_T = torch.frombuffer(array("i", tokens), dtype=torch.int32)
         nbytes = tokens_T.nbytes + rows_T.nbytes
-        self._shipper.put(TrajectoryEvent(trajectory, tokens_T, rows_T, state, nbytes))
+        self._ship(self._block.take())
+        self._shipper.put(
+            TrajectoryEvent(trajectory, tokens_T, rows_T, state, nbytes, made(rows_T))
+        )
 
-    def _send_kv(self, rows_n: Tensor, slots_n: Tensor) -> None:
-        if self._kv is None or not len(rows_n):
-            return
+    def _send_kv(self, kv: KVReader, rows_T: Tensor, slots_T: Tensor) -> None:
+        due_T = self._ledger.take_due_kv(rows_T, slots_T)
+        rows_n, slots_n = rows_T[due_T], slots_T[due_T]
         for label, mask_n in self._versions.split(rows_n):
-            pieces = self._kv.gather(slots_n[mask_n])
+            pieces = kv.gather(slots_n[mask_n])
             nbytes = sum(piece.packed.nbytes + piece.scales.nbytes for piece in pieces)
-            encode = _encoder(self._kv, pieces)
+            encode = _encoder(kv, pieces)
             self._shipper.put(RowsEvent(Part.KV, rows_n[mask_n], label, encode, nbytes))
 
     # --- weights
@@ -142,20 +163,39 @@ class Capture:
 
         `version` is their new name, None if they have none of their own.
         """
+        self._ship(self._block.take())
         label = self._versions.enter(version, self._ledger.next_row)
-        digests = {
-            name: digest(matrix)
-            for prefix, layer, _method in moe_layers(self._model)
-            for name, matrix in stored_matrices(layer, prefix)
-        }
-        for names in batched(digests, DIGESTS_PER_MESSAGE):
-            piece = {name: digests[name] for name in names}
+        self._digests |= changed_digests(self._model)
+        for names in batched(self._digests, DIGESTS_PER_MESSAGE):
+            piece = {name: self._digests[name] for name in names}
             nbytes = sum(len(name) + len(value) for name, value in piece.items())
             self._shipper.put(DigestsEvent(label, piece, nbytes))
 
     def close(self) -> None:
         """Send what is left and end the shipper."""
+        self._ship(self._block.take())
         self._shipper.close()
+
+
+def changed_digests(model: torch.nn.Module) -> dict[str, str]:
+    """Return the digests of the expert matrices loaded since the last call, by published name.
+
+    Raises:
+        ExpertsNotLoaded: an update has put others in the place of the experts' tensors.
+    """
+    changed: dict[str, tuple[Experts, int, str]] = {}
+    for prefix, _layer, method in moe_layers(model):
+        method.experts.check()
+        for expert, projection in method.experts.take_changed():
+            name = f"{prefix}.{expert}.{projection}_proj.weight"
+            changed[name] = (method.experts, expert, projection)
+    if torch.cuda.is_available():
+        # The threads below copy on streams of their own.
+        torch.cuda.synchronize()
+    # Hashing leaves Python's lock alone; there may be ten thousands of matrices.
+    with ThreadPoolExecutor(DIGEST_THREADS) as threads:
+        found = threads.map(lambda place: place[0].digest(*place[1:]), changed.values())
+        return dict(zip(changed, found, strict=True))
 
 
 def _encoder(kv: KVReader, pieces: list[RawKV]) -> Any:

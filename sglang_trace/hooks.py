@@ -98,13 +98,12 @@ def on_abort(req: Any) -> None:
 
 
 def on_request(scheduler: Any, request: Any, reply: Any) -> None:
-    """A scheduler has handled a request: if it has new weights or a new version, tell it.
-
-    Without capture an update still has to be quantized.
-    """
+    """A scheduler has handled a request: if it has new weights or a new version, tell it."""
+    if _capture is None:
+        return
     from sglang_trace import weight_updates
 
-    if weight_updates.complete_update(scheduler.weight_updater, request) and _capture is not None:
+    if weight_updates.changes_weights(scheduler.weight_updater, request):
         with failure.reported():
             _capture.weights_changed(weight_updates.version_after(scheduler, request, reply))
 

@@ -18,9 +18,11 @@ Shape legend: S slots of the KV pool, n rows of a forward pass, T positions of a
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,18 +39,6 @@ class Span:
     length: int
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Where the records of one request's positions are.
-
-    rows_T      int64, the row of each position, NO_ROW where none was recorded
-    kv_due_T    bool, positions whose K and V have not been sent under that row
-    """
-
-    rows_T: Tensor
-    kv_due_T: Tensor
-
-
 class Ledger:
     """Slot to row, and request to own rows. `device` is where slots are looked up."""
 
@@ -56,45 +46,61 @@ class Ledger:
         self.next_row = 0
         self._row_of_slot = torch.full((num_slots,), NO_ROW, dtype=torch.int64, device=device)
         self._kv_sent = torch.zeros(num_slots, dtype=torch.bool, device=device)
-        self._own: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        # (position, first row, length) after each other, as int64: as long as the reply.
+        self._own: defaultdict[str, array[int]] = defaultdict(lambda: array("q"))
 
-    def record(self, slots_n: Tensor, spans: list[Span]) -> Tensor:
-        """Number the rows of a forward pass that filled `slots_n`; returns them as int64 [n].
+    def record(self, slots_n: Tensor, spans: list[Span]) -> int:
+        """Number the rows of a forward pass that filled `slots_n`; returns the first number.
 
+        The slots may lie on a GPU, which is not waited for.
         `spans` say which positions of which requests the rows are, in order. Rows of padding
         (slot 0, which no request ever owns) are numbered and referred to by nobody.
         """
-        first, count = self.next_row, len(slots_n)
-        self.next_row += count
-        rows_n = torch.arange(first, first + count, device=slots_n.device)
-        self._row_of_slot[slots_n] = rows_n
-        self._kv_sent[slots_n] = False
+        first = row = self.next_row
+        self.next_row += len(slots_n)
+        slots_n = slots_n.long()
+        rows_n = torch.arange(first, self.next_row, device=slots_n.device)
+        self._row_of_slot.index_copy_(0, slots_n, rows_n)
+        # Not by assignment: that copies the number from the host, and waits.
+        self._kv_sent.index_fill_(0, slots_n, False)
         for span in spans:
-            self._own[span.rid].append((span.position, first, span.length))
-            first += span.length
-        return rows_n
+            self._own[span.rid].extend((span.position, row, span.length))
+            row += span.length
+        return first
 
-    def read(self, rid: str, slots_T: Tensor) -> Reading:
-        """Return the rows of positions 0 to T of a request whose slots are `slots_T`.
+    def read(self, rid: str, slots_T: Tensor) -> Tensor:
+        """Return the rows of positions 0 to T of a request whose slots are `slots_T`: int64 [T].
 
-        The caller sends the K and V of `kv_due_T`; they count as sent from here on.
+        NO_ROW where none was recorded. They lie where the slots lie, and a GPU is not waited for.
         """
         slot_rows_T = self._row_of_slot[slots_T]
-        own_T = self.own_rows(rid, len(slots_T)).to(slots_T.device)
-        rows_T = torch.where(own_T == NO_ROW, slot_rows_T, own_T)
-        holds_T = rows_T == slot_rows_T
+        own_T = self.own_rows(rid, len(slots_T))
+        if slots_T.is_cuda:
+            # Only from pinned memory does a copy not wait.
+            own_T = own_T.pin_memory().to(slots_T.device, non_blocking=True)
+        return torch.where(own_T == NO_ROW, slot_rows_T, own_T)
+
+    def take_due_kv(self, rows_T: Tensor, slots_T: Tensor) -> Tensor:
+        """Return which positions' K and V have not been sent under their row: bool [T].
+
+        The caller sends them; they count as sent from here on.
+        """
+        holds_T = rows_T == self._row_of_slot[slots_T]
         due_T = (rows_T != NO_ROW) & ~(holds_T & self._kv_sent[slots_T])
         self._kv_sent[slots_T] |= holds_T
-        return Reading(rows_T, due_T)
+        return due_T
 
     def own_rows(self, rid: str, length: int) -> Tensor:
         """Return the rows that a request computed itself at positions 0 to `length`: int64."""
-        rows_T = torch.full((length,), NO_ROW, dtype=torch.int64)
-        for position, first, count in self._own.get(rid, ()):
-            stop = min(position + count, length)
-            if position < stop:
-                rows_T[position:stop] = torch.arange(first, first + stop - position)
-        return rows_T
+        rows_T = np.full(length, NO_ROW)
+        # An entry a decode step: all of them at once.
+        entries = np.array(self._own.get(rid, array("q")), dtype=np.int64)
+        position, first, count = entries.reshape(-1, 3).T
+        within = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
+        positions, rows = (np.repeat(start, count) + within for start in (position, first))
+        asked = positions < length
+        rows_T[positions[asked]] = rows[asked]
+        return torch.from_numpy(rows_T)
 
     def forget(self, rid: str) -> bool:
         """Drop a request's own rows: it finished, aborted or was retracted. True if it had any."""

@@ -1,28 +1,28 @@
 """The MoE layer of `--quantization trace_nvfp4`: BF16 in, NVFP4 experts out.
 
-The BF16 masters `w13_weight` and `w2_weight` stay in memory as the loader's destination, so a
-partial weight update and a repeated post-load pass are right by construction; what the layer
-computes with are the code words and scales next to them.
-
-Shape legend: E experts, H hidden size, I expert width.
+Shape legend: T tokens, H hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
+from sglang.srt.runtime_context import get_model
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
 from bridge.errors import TraceError
-from bridge.fp4 import NVFP4_BLOCK, Fp4Tensor, pack_nibbles, quantize_weight, unpack_nibbles
 from sglang_trace import failure
 from sglang_trace.config import QUANTIZATION
-from sglang_trace.experts import ActivationRecorder, run_experts
+from sglang_trace.expert_weights import Experts
+from sglang_trace.experts import run_experts
+
+if TYPE_CHECKING:
+    from sglang_trace.staging import LayerRecorder
 
 
 class UnsupportedExperts(TraceError):
@@ -60,17 +60,12 @@ def refuse(found: list[str]) -> None:
 
 
 class TraceNvfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """Experts in NVFP4 W4A4 on dequantized operands (see `experts`).
+    """Experts in NVFP4 W4A4: by kernels on a GPU, on dequantized operands in torch on a CPU."""
 
-    Buffers of the layer, the truth about its weights:
-        w13_codes [E, 2I, H/2], w2_codes [E, H, I/2]    uint8, two code words a byte
-        w13_scales [E, 2I, H/16], w2_scales [E, H, I/16] uint8, E4M3
-        gate_scale, up_scale, down_scale [E]             float32, one a matrix
-    and w13_hat, w2_hat: the same numbers, in the dtype that the GEMMs are fastest in.
-    """
+    experts: Experts
 
     def __init__(self) -> None:
-        self.recorder: ActivationRecorder | None = None
+        self.recorder: LayerRecorder | None = None
 
     def create_weights(
         self,
@@ -80,107 +75,57 @@ class TraceNvfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         intermediate_size_per_partition: int,
         params_dtype: torch.dtype,
         with_bias: bool = False,
-        **extra_weight_attrs: Any,
+        **_extra_weight_attrs: Any,
     ) -> None:
-        """Allocate the BF16 destinations of the stock weight loader and the quantized buffers."""
+        """Allocate the quantized matrices; their loader quantizes what it is given."""
         refuse(["a bias"] if with_bias else [])
         width = intermediate_size_per_partition
-        shapes = {
-            "w13": (num_experts, 2 * width, hidden_size),
-            "w2": (num_experts, hidden_size, width),
-        }
-        for name, shape in shapes.items():
-            master = nn.Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
-            layer.register_parameter(f"{name}_weight", master)
-            set_weight_attrs(master, extra_weight_attrs)
-            _register_quantized(layer, name, shape, gemm_dtype(master))
-        for name in ("gate", "up", "down"):
-            layer.register_buffer(f"{name}_scale", torch.ones(num_experts, dtype=torch.float32))
+        self.experts = Experts(layer, num_experts, hidden_size, width, params_dtype)
+        for weight in (layer.w13_weight, layer.w2_weight):
+            set_weight_attrs(weight, {"weight_loader": self.experts.weight_loader})
 
     def create_moe_runner(self, layer: nn.Module, moe_runner_config: Any) -> None:
         """Check that the experts are of the gated SiLU kind; no runner is needed."""
         refuse([name for name, uses in OTHER_EXPERTS.items() if uses(moe_runner_config)])
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Quantize the BF16 masters. Runs after start and after every weight update."""
-        for expert in range(layer.w13_weight.shape[0]):
-            for name, target in _matrices(layer, expert).items():
-                _quantize_into(target, layer, name, expert)
+        """Check that all matrices are there. Runs after start and after some kinds of update."""
+        if not self.experts.loaded and get_model().load_format == "dummy":
+            self.experts.load_dummies()
+        with failure.reported():
+            self.experts.check()
 
     def apply(self, layer: Any, dispatch_output: Any) -> StandardCombineInput:
         """Compute the layer's output [T, H] from its input and the router's choice."""
-        weights, expert_ids, _logits = dispatch_output.topk_output
-        return StandardCombineInput(
-            hidden_states=run_experts(
-                dispatch_output.hidden_states,
-                weights,
-                expert_ids,
-                layer.w13_hat,
-                layer.w2_hat,
-                self.recorder,
-            )
+        weights_TK, expert_ids_TK, _logits = dispatch_output.topk_output
+        x_TH = dispatch_output.hidden_states
+        if self.experts.on_gpu:
+            y_TH = self.run_kernels(x_TH, weights_TK, expert_ids_TK)
+        else:
+            hats = layer.w13_hat, layer.w2_hat
+            y_TH = run_experts(x_TH, weights_TK, expert_ids_TK, *hats, self.recorder)
+        return StandardCombineInput(hidden_states=y_TH)
+
+    def run_kernels(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Tensor:
+        """Compute [T, H] by kernels; memory comes from torch, inside a graph from the graph's."""
+        from sglang_trace.kernels import moe
+
+        tokens, hidden = x_TH.shape
+        y_TH = torch.empty_like(x_TH)
+        if tokens == 0:
+            return y_TH
+        weights = self.experts.weights()
+        workspace = moe.Workspace(
+            tokens,
+            expert_ids_TK.shape[1],
+            hidden,
+            weights.w13_codes.shape[1] // 2,
+            self.experts.count,
+            x_TH.device,
         )
-
-
-class _Matrix:
-    """Where one expert's gate, up or down projection lies in the layer's stacked tensors."""
-
-    def __init__(self, layer: nn.Module, stack: str, expert: int, rows: slice) -> None:
-        self.master = getattr(layer, f"{stack}_weight").data[expert, rows]
-        self.packed = getattr(layer, f"{stack}_codes")[expert, rows]
-        self.scales = getattr(layer, f"{stack}_scales")[expert, rows]
-        self.hat = getattr(layer, f"{stack}_hat")[expert, rows]
-
-
-def _matrices(layer: Any, expert: int) -> dict[str, _Matrix]:
-    width = layer.w13_weight.shape[1] // 2
-    return {
-        "gate": _Matrix(layer, "w13", expert, slice(0, width)),
-        "up": _Matrix(layer, "w13", expert, slice(width, 2 * width)),
-        "down": _Matrix(layer, "w2", expert, slice(None)),
-    }
-
-
-def _register_quantized(
-    layer: nn.Module, stack: str, shape: tuple[int, int, int], dtype: torch.dtype
-) -> None:
-    experts, out, width = shape
-    bytes_shape = (experts, out, width // 2)
-    scales_shape = (experts, out, width // NVFP4_BLOCK)
-    layer.register_buffer(f"{stack}_codes", torch.zeros(bytes_shape, dtype=torch.uint8))
-    layer.register_buffer(f"{stack}_scales", torch.zeros(scales_shape, dtype=torch.uint8))
-    layer.register_buffer(f"{stack}_hat", torch.zeros(shape, dtype=dtype), persistent=False)
-
-
-def _quantize_into(target: _Matrix, layer: nn.Module, name: str, expert: int) -> None:
-    fp4 = quantize_weight(target.master)
-    target.packed.copy_(pack_nibbles(fp4.codes_u8))
-    target.scales.copy_(fp4.scales_u8)
-    target.hat.copy_(fp4.dequantize(target.hat.dtype))
-    getattr(layer, f"{name}_scale")[expert] = fp4.global_scale
-
-
-def stored_matrices(layer: Any, prefix: str) -> Iterator[tuple[str, Fp4Tensor]]:
-    """Yield every expert matrix as stored, under its Hugging Face name.
-
-    `prefix` is the experts' module name, such as "model.layers.3.mlp.experts".
-    """
-    for expert in range(layer.w13_weight.shape[0]):
-        for name, matrix in _matrices(layer, expert).items():
-            yield (
-                f"{prefix}.{expert}.{name}_proj.weight",
-                Fp4Tensor(
-                    unpack_nibbles(matrix.packed),
-                    matrix.scales,
-                    getattr(layer, f"{name}_scale")[expert],
-                    NVFP4_BLOCK,
-                ),
-            )
-
-
-def gemm_dtype(weight: Tensor) -> torch.dtype:
-    """FP32 on a CPU, where BF16 GEMMs are emulated; the weights' own dtype elsewhere."""
-    return torch.float32 if weight.device.type == "cpu" else weight.dtype
+        place = self.recorder.place(tokens) if self.recorder else None
+        moe.run_experts(x_TH, weights_TK, expert_ids_TK, weights, workspace, place, y_TH)
+        return y_TH
 
 
 def moe_layers(model: nn.Module) -> Iterator[tuple[str, Any, TraceNvfp4MoEMethod]]:

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 from bridge.errors import TraceError
 from bridge.layout import RecordLayout, Site
 from sglang_trace.config import KV_CACHE_DTYPE, QUANTIZATION, TraceConfig
+
+# The release with which capture has run on a GPU.
+GPU_RELEASE = "0.5.17"
 
 
 class NotCaptured(TraceError):
@@ -42,10 +46,21 @@ _MOVES_SLOTS = "it moves K and V between slots behind the records"
 
 REFUSALS = (
     Refusal(
-        "--device other than cpu",
-        lambda options: options.device != "cpu",
-        "the FP4 experts have no GPU kernels yet and would wait for the device in every layer",
-        "serve with --device cpu",
+        "--device other than cpu and cuda",
+        lambda options: options.device not in ("cpu", "cuda"),
+        "the FP4 experts have no kernels for it",
+        "serve with --device cuda or cpu",
+    ),
+    Refusal(
+        f"--device cuda with another sglang than {GPU_RELEASE}",
+        lambda options: options.device == "cuda" and version("sglang") != GPU_RELEASE,
+        "capture has run on a GPU with that release only",
+        f"install sglang=={GPU_RELEASE} or serve with --device cpu",
+    ),
+    Refusal(
+        "--moe-runner-backend",
+        lambda options: options.moe_runner_backend not in ("auto", "triton"),
+        "it hands routes on in a form of its own",
     ),
     Refusal("--tp-size above 1", _above_one("tp_size"), _ONE_RANK),
     Refusal("--ep-size above 1", _above_one("ep_size"), _ONE_RANK),
@@ -113,6 +128,13 @@ REFUSALS = (
     ),
 )
 
+_NO_KV_ON_A_GPU = Refusal(
+    "k and v with --device cuda",
+    lambda _options: True,
+    "no attention backend reads an NVFP4 KV cache on a GPU in the way that is recorded",
+    "add --trace-sites fc1,routes or fc1,fc2,routes",
+)
+
 
 def check_arguments(options: Any, config: TraceConfig) -> None:
     """Refuse what SGLang's resolved options rule out.
@@ -124,7 +146,9 @@ def check_arguments(options: Any, config: TraceConfig) -> None:
     wanted = set(config.sites)
     if {Site.FC1, Site.FC2} & wanted and options.quantization != QUANTIZATION:
         found.append(_needs("--quantization", options.quantization, QUANTIZATION, "fc1 and fc2"))
-    if {Site.K, Site.V} & wanted and options.kv_cache_dtype != KV_CACHE_DTYPE:
+    if {Site.K, Site.V} & wanted and options.device == "cuda":
+        found.append(_NO_KV_ON_A_GPU)
+    elif {Site.K, Site.V} & wanted and options.kv_cache_dtype != KV_CACHE_DTYPE:
         found.append(_needs("--kv-cache-dtype", options.kv_cache_dtype, KV_CACHE_DTYPE, "k and v"))
     if Site.ROUTES in wanted and options.quantization != QUANTIZATION:
         found.append(_needs("--quantization", options.quantization, QUANTIZATION, "routes"))

@@ -63,7 +63,8 @@ def defaults(*, capturing: bool) -> dict[str, str]:
     """Return what this host and capture ask for where the user chooses nothing.
 
     Without capture only a host without GPU gets defaults of ours: the device, and an attention
-    backend that needs no compiled kernel.
+    backend that needs no compiled kernel. With capture a CPU host keeps K and V in FP4, and a GPU
+    host makes no CUDA graphs of prefill.
     """
     chosen: dict[str, str] = {}
     if cpu_host.is_cpu_host():
@@ -72,9 +73,11 @@ def defaults(*, capturing: bool) -> dict[str, str]:
         chosen["attention_backend"] = cpu_host.ATTENTION_BACKEND
     if capturing:
         chosen["quantization"] = QUANTIZATION
-    if capturing and cpu_host.is_cpu_host():
-        # SGLang itself refuses this dtype on most GPUs, with a reason that is not ours.
-        chosen["kv_cache_dtype"] = KV_CACHE_DTYPE
+        if cpu_host.is_cpu_host():
+            # SGLang itself refuses this dtype on most GPUs, with a reason that is not ours.
+            chosen["kv_cache_dtype"] = KV_CACHE_DTYPE
+        else:
+            chosen["cuda_graph_backend_prefill"] = "disabled"
     return chosen
 
 

@@ -1,7 +1,7 @@
 """Static rows that the MoE layers of one forward pass write to.
 
 The rows lie at a fixed address, so the writes can be part of a CUDA graph; what a forward pass has
-left in them is cloned before the next one starts.
+left in them is copied before the next one starts.
 
 Shape legend: M most rows of a forward pass, T rows of this one, B bytes of a row, H hidden size,
 I expert width, K expert slots.
@@ -15,6 +15,7 @@ from torch import Tensor
 from bridge.errors import TraceError
 from bridge.fp4 import Fp4Tensor
 from bridge.layout import Part, RecordLayout, Site
+from sglang_trace.kernels.place import LayerPlace
 
 
 class StagingTooSmall(TraceError):
@@ -44,7 +45,10 @@ class Staging:
 
 
 class LayerRecorder:
-    """Writes what one MoE layer computed into the first T staging rows, T tokens of this pass."""
+    """Writes what one MoE layer computed into the first T staging rows, T tokens of this pass.
+
+    Kernels do not call it: they write at its `place`.
+    """
 
     def __init__(self, staging: Staging, layer: int) -> None:
         self._staging = staging
@@ -53,6 +57,12 @@ class LayerRecorder:
         self._sites = {
             site: layer in layout.site_layers(site) for site in (Site.FC1, Site.FC2, Site.ROUTES)
         }
+        self._place = LayerPlace.of(layout, staging.rows_MB, layer)
+
+    def place(self, tokens: int) -> LayerPlace:
+        """Return where a pass of `tokens` writes."""
+        self._staging.head(tokens)
+        return self._place
 
     def routes(self, expert_ids_TK: Tensor) -> None:
         """Write the expert ids in the router's top-k order."""

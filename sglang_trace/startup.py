@@ -42,7 +42,8 @@ def most_rows(model_runner: Any) -> int:
     """Return the most tokens that one forward pass computes.
 
     A chunk of prefill, with --enable-mixed-chunk together with a decode step of every running
-    request. Without chunking one prompt may fill the whole pool.
+    request, which a decode graph's padding never exceeds. Without chunking one prompt may fill the
+    whole pool.
     """
     from sglang.srt.runtime_context import get_schedule
 

@@ -19,6 +19,7 @@ _MANAGERS = f"{_SRT}.managers"
 _ARGUMENTS = f"{_SRT}.server_args"
 
 _OUR_METHOD = "sglang_trace.moe_method:TraceNvfp4MoEMethod"
+_OUR_LOADER = "sglang_trace.expert_weights:Experts.weight_loader"
 _OUR_CONFIG = "sglang_trace.quantization:TraceNvfp4Config"
 _OUR_KV_CACHE = "sglang_trace.kv_cache:TorchNvfp4KVCacheMethod"
 
@@ -55,7 +56,8 @@ OPTIONS: tuple[Use, ...] = (
             *("enable_streaming_session", "disaggregation_mode"),
             *("enable_two_batch_overlap", "enable_pdmux", "dllm_algorithm", "cuda_graph_config"),
             *("enable_eplb", "ep_num_redundant_experts", "enable_lora", "lora_paths"),
-            *("is_embedding", "use_ray", "kt_weight_path"),
+            *("is_embedding", "use_ray", "kt_weight_path", "moe_runner_backend"),
+            "cuda_graph_backend_prefill",
         ),
     ),
     Attributes(
@@ -81,6 +83,9 @@ _EXPERTS = (
     Attributes(f"{_MOE}.moe_runner.base:MoeRunnerConfig", ("gemm1_beta",), since="0.5.20"),
     Attributes(f"{_MOE}.moe_runner.base:MoeRunnerConfig", ("silu_mul_keep_fp32",), since="0.5.21"),
     Attributes(f"{_MOE}.fused_moe_triton.layer:FusedMoE", ("layer_id", "quant_method")),
+    Override(_OUR_LOADER, f"{_MOE}.fused_moe_triton.layer:FusedMoE.weight_loader"),
+    Call(f"{_SRT}.runtime_context:get_model()"),
+    Attributes(f"{_ARGUMENTS}:ServerArgs", ("load_format",)),
     Override(f"{_OUR_METHOD}.create_weights", f"{_BASE}:FusedMoEMethodBase.create_weights"),
     Callback(
         f"{_OUR_METHOD}.create_weights",
@@ -189,8 +194,6 @@ _UPDATES = (
         f"{_MANAGERS}.scheduler:Scheduler", ("record_weight_version_change",), since="0.5.20"
     ),
     Attributes(_UPDATER, ("_session",), since="0.5.21"),
-    Attributes(_UPDATER, ("tp_worker",), before="0.5.21"),
-    Attributes(f"{_MANAGERS}.tp_worker:TpModelWorker", ("model_runner",), before="0.5.21"),
     Attributes(
         f"{_MANAGERS}.io_struct:",
         (

@@ -15,38 +15,43 @@ SLOTS = 40
 
 
 def slots_of(*slots: int) -> torch.Tensor:
-    return torch.tensor(slots)
+    return torch.tensor(slots, dtype=torch.long)
+
+
+def due(ledger: Ledger, rid: str, *slots: int) -> list[bool]:
+    slots_T = slots_of(*slots)
+    due_T: list[bool] = ledger.take_due_kv(ledger.read(rid, slots_T), slots_T).tolist()
+    return due_T
 
 
 def test_a_prefix_found_in_the_cache_keeps_the_rows_that_filled_it() -> None:
     ledger = Ledger(SLOTS)
     ledger.record(slots_of(5, 6, 7), [Span("a", 0, 3)])
     ledger.record(slots_of(8), [Span("b", 2, 1)])
-    assert ledger.read("b", slots_of(5, 6, 8)).rows_T.tolist() == [0, 1, 3]
+    assert ledger.read("b", slots_of(5, 6, 8)).tolist() == [0, 1, 3]
 
 
 def test_a_request_keeps_its_own_row_where_the_cache_swapped_its_slot() -> None:
     ledger = Ledger(SLOTS)
     ledger.record(slots_of(5, 6, 7, 8), [Span("a", 0, 2), Span("b", 0, 2)])
-    reading = ledger.read("b", slots_of(5, 6))
-    assert reading.rows_T.tolist() == [2, 3]
-    assert reading.kv_due_T.tolist() == [True, True]
-    assert ledger.read("a", slots_of(5, 6)).kv_due_T.tolist() == [True, True]
+    assert ledger.read("b", slots_of(5, 6)).tolist() == [2, 3]
+    assert due(ledger, "b", 5, 6) == [True, True]
+    assert due(ledger, "a", 5, 6) == [True, True]
 
 
 def test_keys_and_values_are_due_once_a_row() -> None:
     ledger = Ledger(SLOTS)
     ledger.record(slots_of(5, 6, 7), [Span("a", 0, 3)])
-    assert ledger.read("a", slots_of(5, 6)).kv_due_T.tolist() == [True, True]
-    assert ledger.read("a", slots_of(5, 6, 7)).kv_due_T.tolist() == [False, False, True]
+    assert due(ledger, "a", 5, 6) == [True, True]
+    assert due(ledger, "a", 5, 6, 7) == [False, False, True]
     ledger.record(slots_of(6), [Span("c", 0, 1)])
-    assert ledger.read("c", slots_of(6)).kv_due_T.tolist() == [True]
+    assert due(ledger, "c", 6) == [True]
 
 
 def test_a_slot_that_was_never_filled_has_no_row_and_nothing_due() -> None:
-    reading = Ledger(SLOTS).read("a", slots_of(3))
-    assert reading.rows_T.tolist() == [NO_ROW]
-    assert reading.kv_due_T.tolist() == [False]
+    ledger = Ledger(SLOTS)
+    assert ledger.read("a", slots_of(3)).tolist() == [NO_ROW]
+    assert due(ledger, "a", 3) == [False]
 
 
 @dataclass
@@ -113,9 +118,8 @@ class Pool(RuleBasedStateMachine):
         """A request finishes (its prefix stays cached) or is retracted (its slots are reused)."""
         rid = data.draw(st.sampled_from(sorted(self.running)))
         request = self.running[rid]
-        reading = self.ledger.read(rid, torch.tensor(request.slots, dtype=torch.long))
-        assert reading.rows_T.tolist() == request.rows
-        self._check_due(request, reading.kv_due_T.tolist())
+        assert self.ledger.read(rid, slots_of(*request.slots)).tolist() == request.rows
+        self._check_due(request, due(self.ledger, rid, *request.slots))
         self.ledger.forget(rid)
         del self.running[rid]
         previous, self.cached = self.cached, list(request.slots) if keep else self.cached

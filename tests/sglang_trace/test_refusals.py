@@ -9,11 +9,12 @@ from packaging.version import Version
 
 from bridge.layout import Site
 from sglang_trace.config import DEFAULT_SITES, TraceConfig
-from sglang_trace.refusals import REFUSALS, NotCaptured, check_arguments
+from sglang_trace.refusals import GPU_RELEASE, REFUSALS, NotCaptured, check_arguments
 
 # Options of a server that is captured, as SGLang resolves them.
 GOOD: dict[str, Any] = {
     "device": "cpu",
+    "moe_runner_backend": "auto",
     "tp_size": 1,
     "ep_size": 1,
     "dp_size": 1,
@@ -49,7 +50,9 @@ GOOD: dict[str, Any] = {
 ADDED_LATER = {"enable_kv_cache_sharding": "0.5.22", "enable_paged_experts": "0.5.23"}
 
 BAD: dict[str, dict[str, Any]] = {
-    "--device": {"device": "cuda"},
+    "--device other than cpu and cuda": {"device": "xpu"},
+    "--device cuda with another sglang": {"device": "cuda", "kv_cache_dtype": "auto"},
+    "--moe-runner-backend": {"moe_runner_backend": "flashinfer_trtllm"},
     "--tp-size": {"tp_size": 2},
     "--ep-size": {"ep_size": 2},
     "--dp-size": {"dp_size": 2},
@@ -88,13 +91,27 @@ def test_a_plain_server_is_captured() -> None:
 
 
 @pytest.mark.parametrize("flag", BAD)
-def test_each_combination_is_refused_by_its_flag_with_a_remedy(flag: str) -> None:
+def test_each_combination_is_refused_by_its_flag_with_a_remedy(
+    flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_trace.refusals.version", lambda _package: "0.5.99")
     with pytest.raises(NotCaptured, match=f"^{flag}.*: .*, so .*"):
         check(BAD[flag])
 
 
 def test_every_refusal_has_a_case_here() -> None:
     assert len(REFUSALS) == len(BAD)
+
+
+def test_a_gpu_records_forwards_with_the_release_that_ran_there_and_no_keys_and_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sglang_trace.refusals.version", lambda _package: GPU_RELEASE)
+    on_gpu = {"device": "cuda", "kv_cache_dtype": "auto"}
+    check(on_gpu, (Site.FC1, Site.FC2, Site.ROUTES))
+    for site in (Site.K, Site.V):
+        with pytest.raises(NotCaptured, match=r"^k and v with --device cuda.*--trace-sites fc1"):
+            check(on_gpu, (Site.FC1, site))
 
 
 def test_an_option_that_a_release_does_not_have_is_not_on() -> None:

@@ -1,0 +1,103 @@
+"""Gather K and V records out of the FP4 KV pool: all layers and sites in one launch.
+
+Shape legend: n rows, P slots of the pool, H KV heads, D head size, C = H * D / 8 groups of eight
+code words a row (padded), B bytes of a KV row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bridge.layout import Part, RecordLayout, Site
+
+
+@dataclass(frozen=True)
+class PoolSite:
+    """Keys or values of one layer in the pool: codes [P, H, D/2], E4M3 scales [P, H, D/16]."""
+
+    site: Site
+    layer: int
+    codes_PHd: Tensor
+    scales_PHb: Tensor
+
+
+class KVRows:
+    """Turns slots of the pool into rows of the KV part, on the pool's device.
+
+    The pool's buffers stay where they are for the life of the engine, so their addresses are looked
+    up once.
+    """
+
+    def __init__(self, layout: RecordLayout, sites: list[PoolSite]) -> None:
+        width = layout.shape.num_kv_heads * layout.shape.head_dim
+        for place in sites:
+            assert place.codes_PHd.is_contiguous()
+            assert place.scales_PHb.is_contiguous()
+            assert place.codes_PHd[0].nbytes == width // 2
+            assert place.scales_PHb[0].nbytes == width // 16
+        expected = {
+            (site, layer) for site in (Site.K, Site.V) for layer in layout.site_layers(site)
+        }
+        assert {(place.site, place.layer) for place in sites} == expected
+        self._layout = layout
+        self._sites = sites  # keeps the buffers alive
+        self._width = width
+        columns = [layout.columns(place.site, place.layer).start for place in sites]
+        table = [
+            [place.codes_PHd.data_ptr(), place.scales_PHb.data_ptr(), column]
+            for place, column in zip(sites, columns, strict=True)
+        ]
+        self._table_S3 = torch.tensor(table, dtype=torch.int64, device=sites[0].codes_PHd.device)
+
+    def gather(self, slots_n: Tensor) -> Tensor:
+        """Return the rows uint8 [n, B] of int64 or int32 `slots_n`; does not wait for the device.
+
+        Must run before the slots are given back.
+        """
+        rows_nB = slots_n.new_empty(
+            (len(slots_n), self._layout.row_bytes(Part.KV)), dtype=torch.uint8
+        )
+        if len(slots_n):
+            groups = self._width // 8
+            _gather[(len(slots_n), len(self._sites))](
+                self._table_S3,
+                slots_n.contiguous(),
+                rows_nB,
+                rows_nB.stride(0),
+                GROUPS=groups,
+                PADDED=triton.next_power_of_2(groups),
+                BITS=self._layout.bits,
+            )
+        return rows_nB
+
+
+@triton.jit
+def _gather(
+    table, slots, rows, row_bytes, GROUPS: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr
+):
+    entry = table + tl.program_id(1) * 3
+    codes = tl.load(entry).to(tl.pointer_type(tl.uint8))
+    scales = tl.load(entry + 1).to(tl.pointer_type(tl.uint8))
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    cell = rows + row * row_bytes + tl.load(entry + 2)
+    group_C = tl.arange(0, PADDED)
+    live_C = group_C < GROUPS
+    byte_4 = tl.arange(0, 4)[None, :]
+    packed_C4 = tl.load(
+        codes + slot * (GROUPS * 4) + group_C[:, None] * 4 + byte_4, mask=live_C[:, None], other=0
+    ).to(tl.int32)
+    for bit in tl.static_range(BITS):
+        low_C4 = ((packed_C4 >> bit) & 1) << (2 * byte_4)
+        high_C4 = ((packed_C4 >> (4 + bit)) & 1) << (2 * byte_4 + 1)
+        plane_C = tl.sum(low_C4 | high_C4, axis=1)
+        tl.store(cell + bit * GROUPS + group_C, plane_C.to(tl.uint8), mask=live_C)
+    # A block of 16 code words is two groups of eight.
+    has_scale_C = group_C < GROUPS // 2
+    scale_C = tl.load(scales + slot * (GROUPS // 2) + group_C, mask=has_scale_C, other=0)
+    tl.store(cell + BITS * GROUPS + group_C, scale_C, mask=has_scale_C)

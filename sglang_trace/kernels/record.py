@@ -1,0 +1,60 @@
+"""Write a quantized row where the record layout and the GEMM want it.
+
+Record bytes have no alignment, so they are stored one by one, neighbours by neighbours.
+
+Shape legend: B blocks of a row (padded), S = 16 values of a block, N values of a row.
+"""
+
+import triton
+import triton.language as tl
+
+from sglang_trace.kernels.arithmetic import bits_of, dequantize_blocks, round_bf16
+
+# Values that `write_operand` orders together: rows are a whole number of such groups.
+OPERAND_GROUP = 32
+
+
+@triton.jit
+def write_planes(
+    cell, codes_BS, live_B, PADDED: tl.constexpr, BLOCKS: tl.constexpr, BITS: tl.constexpr
+):
+    """Store the low `BITS` bit planes of code words: `bridge.lowbits.pack_planes`."""
+    place = tl.arange(0, 8)[None, None, :]
+    lanes = tl.reshape(codes_BS, (PADDED, 2, 8))
+    byte_B2 = tl.arange(0, PADDED)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    for bit in tl.static_range(BITS):
+        plane_B2 = tl.sum(((lanes >> bit) & 1) << place, axis=2)
+        tl.store(cell + bit * (BLOCKS * 2) + byte_B2, plane_B2.to(tl.uint8), mask=live_B[:, None])
+
+
+@triton.jit
+def write_site(
+    cell,
+    codes_BS,
+    scales_B,
+    token_scale,
+    live_B,
+    PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Store code planes, E4M3 scales and the token's scale: `RecordLayout.write_site`."""
+    write_planes(cell, codes_BS, live_B, PADDED, BLOCKS, BITS)
+    scales_at = cell + BITS * BLOCKS * 2
+    tl.store(scales_at + tl.arange(0, PADDED), scales_B.to(tl.uint8), mask=live_B)
+    byte = tl.arange(0, 4)
+    tl.store(scales_at + BLOCKS + byte, (bits_of(token_scale) >> (8 * byte)).to(tl.uint8))
+
+
+@triton.jit
+def write_operand(row, codes_BS, effective_B, PADDED: tl.constexpr, BLOCKS: tl.constexpr):
+    """Store the dequantized row as BF16, exact, in the order in which the GEMM takes weights apart.
+
+    Of 32 values, eight 16-bit words of packed weights, first those at places 0 of their words, then
+    those at places 1, 2 and 3.
+    """
+    x_BS = round_bf16(dequantize_blocks(codes_BS, effective_B))
+    x_G48 = tl.permute(tl.reshape(x_BS, (PADDED // 2, 8, 4)), (0, 2, 1))
+    group_G = tl.arange(0, PADDED // 2)[:, None, None]
+    place_G48 = group_G * 32 + tl.arange(0, 4)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    tl.store(row + place_G48, x_G48, mask=group_G < BLOCKS // 2)

@@ -1,0 +1,24 @@
+"""Where there is no GPU, the Triton kernels of `sglang_trace.kernels` run in Triton's interpreter.
+
+Triton decides between the two when a function is defined, those of its own library included, and
+it imports a part of that (gluon) at the first launch only. So all of it is imported here, before
+any test module can import triton; the variable is taken back, so that servers and jobs that tests
+start do not inherit it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+import torch
+
+with pytest.MonkeyPatch.context() as _patch:
+    if not torch.cuda.is_available():
+        _patch.setenv("TRITON_INTERPRET", "1")
+    importlib.import_module("triton.experimental.gluon")
+    import sglang_trace.kernels
+
+    for _module in pkgutil.iter_modules(sglang_trace.kernels.__path__):
+        importlib.import_module(f"sglang_trace.kernels.{_module.name}")

@@ -1,0 +1,81 @@
+"""KV rows gathered on the device against the record layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bridge.fp4 import unpack_nibbles
+from bridge.layout import ModelShape, Part, RecordLayout, Site
+from sglang_trace.kernels.kv_rows import KVRows, PoolSite
+from tests.sglang_trace.kernels.inputs import DEVICE, needs_gpu
+
+
+def pool_of(layout: RecordLayout, slots: int, seed: int) -> list[PoolSite]:
+    """A pool of random bytes, the buffers in no particular order."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, size = layout.shape.num_kv_heads, layout.shape.head_dim
+
+    def random(width: int) -> Tensor:
+        shape = (slots, heads, width)
+        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(DEVICE)
+
+    return [
+        PoolSite(site, layer, random(size // 2), random(size // 16))
+        for site in (Site.V, Site.K)
+        for layer in reversed(layout.site_layers(site))
+    ]
+
+
+def check(layout: RecordLayout, slots: Tensor, pool: list[PoolSite]) -> None:
+    rows = torch.zeros(len(slots), layout.row_bytes(Part.KV), dtype=torch.uint8)
+    for place in pool:
+        codes = unpack_nibbles(place.codes_PHd.cpu()[slots]).flatten(1)
+        scales = place.scales_PHb.cpu()[slots].flatten(1)
+        layout.write_site(rows, place.site, place.layer, codes, scales)
+    assert torch.equal(KVRows(layout, pool).gather(slots.to(DEVICE)).cpu(), rows)
+
+
+def layout_of(
+    heads: int, size: int, bits: int, sites: tuple[Site, ...] = (Site.K, Site.V)
+) -> RecordLayout:
+    shape = ModelShape(4, 64, 64, 8, 2, heads, size, (0, 1, 2, 3), (0, 1, 3))
+    return RecordLayout(shape, (1, 2, 3), (Site.ROUTES, *sites), bits)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    heads=st.integers(1, 4),
+    size=st.sampled_from((16, 48, 64)),
+    bits=st.integers(1, 4),
+    slots=st.lists(st.integers(0, 19), max_size=6),
+    seed=st.integers(0, 1000),
+)
+def test_any_slots_in_any_order(
+    heads: int, size: int, bits: int, slots: list[int], seed: int
+) -> None:
+    layout = layout_of(heads, size, bits)
+    check(layout, torch.tensor(slots, dtype=torch.int64), pool_of(layout, 20, seed))
+
+
+@pytest.mark.parametrize("site", [Site.K, Site.V])
+def test_a_layout_with_one_of_the_two(site: Site) -> None:
+    layout = layout_of(2, 32, 1, (site,))
+    check(layout, torch.tensor([3, 0, 3]), pool_of(layout, 5, 0))
+
+
+def test_a_pool_without_a_buffer_of_the_layout_is_a_mistake() -> None:
+    layout = layout_of(2, 32, 1)
+    with pytest.raises(AssertionError):
+        KVRows(layout, pool_of(layout, 5, 0)[1:])
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_ten_million_values_on_a_gpu() -> None:
+    layout = layout_of(4, 128, 1)
+    slots = torch.randperm(6000, generator=torch.Generator().manual_seed(1))[:5500]
+    check(layout, slots, pool_of(layout, 6000, 2))

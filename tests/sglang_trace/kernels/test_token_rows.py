@@ -1,0 +1,121 @@
+"""fc1's kernel against the reference quantizer and the record layout, byte for byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bridge.layout import Site
+from sglang_trace.experts import quantize_activation
+from sglang_trace.kernels.token_rows import quantize_tokens
+from tests.sglang_trace.kernels.inputs import (
+    DEVICE,
+    any_bf16,
+    needs_gpu,
+    operand_order,
+    same_bits,
+    usual_bf16,
+    with_corners,
+)
+from tests.sglang_trace.kernels.staged import (
+    FORWARD_SITES,
+    UNWRITTEN,
+    empty_rows,
+    layout_of,
+    place_of,
+)
+
+SLOTS = 3
+
+
+def check(
+    x_TH: Tensor, bits: int = 1, sites: tuple[Site, ...] = FORWARD_SITES, layer: int = 2
+) -> None:
+    """Run the kernel and compare operand and all staging rows, two more than there are tokens."""
+    tokens, hidden = x_TH.shape
+    layout = layout_of(hidden, 16, SLOTS, bits, sites)
+    place = place_of(layout, tokens + 2, layer)
+    ids = torch.randint(0, 300, (tokens, SLOTS), generator=torch.Generator().manual_seed(0))
+    operand = torch.full_like(x_TH, 7, dtype=torch.bfloat16).to(DEVICE)
+    quantize_tokens(x_TH.to(DEVICE), ids.to(DEVICE), operand, place)
+
+    expected = quantize_activation(x_TH)
+    rows = empty_rows(layout, tokens + 2)
+    if Site.ROUTES in sites:
+        layout.write_routes(rows[:tokens], layer, ids)
+    if Site.FC1 in sites and layer in layout.layers:
+        layout.write_site(
+            rows[:tokens],
+            Site.FC1,
+            layer,
+            expected.codes_u8,
+            expected.scales_u8,
+            expected.global_scale,
+        )
+    assert torch.equal(place.rows_MB.cpu(), rows)
+    assert same_bits(operand, operand_order(expected.dequantize(torch.bfloat16)))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("hidden", [32, 96, 160])
+def test_the_row_is_the_layouts_and_the_operand_is_exact(hidden: int, bits: int) -> None:
+    check(any_bf16(6, hidden, bits), bits)
+    check(with_corners(usual_bf16(6, hidden, bits), 1), bits)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1 << 30), bits=st.integers(1, 4), blocks=st.integers(1, 5))
+def test_any_bit_patterns(seed: int, bits: int, blocks: int) -> None:
+    check(any_bf16(2, 32 * blocks, seed), bits)
+
+
+@pytest.mark.parametrize("sites", [(Site.FC1,), (Site.ROUTES,), (Site.FC2,)])
+def test_only_the_sites_of_the_layout_are_written(sites: tuple[Site, ...]) -> None:
+    check(usual_bf16(5, 64, 2), sites=sites)
+
+
+def test_a_layer_that_is_not_captured_records_its_routes_alone() -> None:
+    check(usual_bf16(5, 64, 3), layer=0)
+
+
+def test_nothing_is_recorded_without_a_place() -> None:
+    x = usual_bf16(5, 64, 4).to(DEVICE)
+    ids = torch.zeros(5, SLOTS, dtype=torch.int32, device=DEVICE)
+    operand = torch.empty_like(x)
+    quantize_tokens(x, ids, operand, None)
+    assert same_bits(
+        operand, operand_order(quantize_activation(x.cpu()).dequantize(torch.bfloat16))
+    )
+
+
+def test_a_width_that_the_gemm_cannot_take_apart_is_refused() -> None:
+    x = usual_bf16(2, 48, 6)
+    ids = torch.zeros(2, SLOTS, dtype=torch.int32)
+    with pytest.raises(ValueError, match="32 do not divide"):
+        quantize_tokens(x, ids, torch.empty_like(x), None)
+
+
+def test_padding_rows_change_no_other_row() -> None:
+    x = usual_bf16(6, 64, 5).to(DEVICE)
+    ids = torch.zeros(6, SLOTS, dtype=torch.int32, device=DEVICE)
+    layout = layout_of(64, 16, SLOTS, 2)
+    seen = []
+    for padding in (1.0, torch.nan):
+        place = place_of(layout, 8, 1)
+        x[4:] = padding
+        quantize_tokens(x, ids, torch.empty_like(x), place)
+        seen.append(place.rows_MB.cpu())
+    assert torch.equal(seen[0][:4], seen[1][:4])
+    assert not torch.equal(seen[0][4:6], seen[1][4:6])
+    assert bool((seen[0][6:] == UNWRITTEN).all())
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("bits", [1, 4])
+def test_ten_million_sites_on_a_gpu(bits: int) -> None:
+    check(any_bf16(2600, 2048, bits), bits)
+    check(with_corners(usual_bf16(2600, 2048, bits), 6), bits)
