@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,8 +50,10 @@ def serve_until_stopped(
     keep_freed_memory()
     store = _store(limits)
     try:
-        daemon = Daemon(endpoint, store, policy)
-        with _status_page(http, daemon.monitor.newest) as url:
+        with (
+            closing(Daemon(endpoint, store, policy)) as daemon,
+            _status_page(http, daemon.monitor.newest) as url,
+        ):
             stop = StopSignal(parent)
             print(f"{READY}{daemon.endpoint}", flush=True)
             if url is not None:
@@ -59,7 +61,6 @@ def serve_until_stopped(
             ready = event(Event.DAEMON_READY, endpoint=daemon.endpoint, store=store.tier, http=url)
             log.info("serving %s at %s", store.tier, daemon.endpoint, extra=ready)
             daemon.run(stop)
-            daemon.close()
         log.info("stopped", extra=event(Event.DAEMON_STOPPED, endpoint=daemon.endpoint))
     finally:
         store.close()

@@ -19,13 +19,13 @@ class Watch:
     """Connections to daemons; use it from one thread."""
 
     def __init__(self, endpoints: Iterable[str]) -> None:
-        self._connections = [Connection(endpoint) for endpoint in endpoints]
+        self._connections = {endpoint: Connection(endpoint) for endpoint in endpoints}
 
     def look(self) -> dict[str, Status | TraceError]:
         """Return, by endpoint, what each daemon shows, or why it shows nothing."""
         end = time.monotonic() + _PATIENCE_S
-        asked = [(connection, connection.say(Observe())) for connection in self._connections]
-        return {connection.endpoint: _status(connection, seq, end) for connection, seq in asked}
+        asked = {name: peer.say(Observe()) for name, peer in self._connections.items()}
+        return {name: _status(self._connections[name], seq, end) for name, seq in asked.items()}
 
     def __enter__(self) -> Self:
         return self
@@ -36,7 +36,7 @@ class Watch:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for connection in self._connections:
+        for connection in self._connections.values():
             connection.close()
 
 
