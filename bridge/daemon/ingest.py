@@ -99,7 +99,7 @@ class Ingest:
             except StoreFull:
                 for pending in batch:
                     self._hold_or_refuse(pending)
-            self._tell_of_room()
+            self._tell_of_room(batch)
         for peer, seqs in self._held.items():
             self._answer(peer, Ack(tuple(seqs)), seqs[0])
         self._held.clear()
@@ -116,8 +116,9 @@ class Ingest:
             self._flow.refuse(error)
             self._answer(pending.peer, refusal(error), pending.seq)
 
-    def _tell_of_room(self) -> None:
-        if self._told_full and not self.full:
+    def _tell_of_room(self, batch: list[Pending]) -> None:
+        """Tell the end of a full store; that it took vital entries says nothing of its room."""
+        if self._told_full and not self.full and not all(item.entry.vital for item in batch):
             log.info("the store takes records again", extra=event(Event.STORE_HAS_ROOM))
             self._told_full = False
 
