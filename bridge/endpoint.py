@@ -31,7 +31,7 @@ def checked_endpoint(endpoint: str) -> str:
             f"{endpoint!r} is not an endpoint; write it as tcp://127.0.0.1:PORT (PORT 0: any free)"
         )
     host = "127.0.0.1" if match["host"] == "localhost" else match["host"]
-    if not is_loopback(host):
+    if not _is_loopback(host):
         raise InvalidEndpoint(
             f"{endpoint} is not a loopback address and the bridge does not encrypt yet; "
             "use tcp://127.0.0.1:PORT and an SSH tunnel to reach it from elsewhere"
@@ -40,8 +40,7 @@ def checked_endpoint(endpoint: str) -> str:
     return f"tcp://{host}:{port}"
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether a numeric address, IPv6 in brackets, is one that only this machine reaches."""
+def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import re
 import socket
@@ -12,7 +13,6 @@ from threading import Thread
 
 from prometheus_client.exposition import choose_encoder
 
-from bridge.endpoint import is_loopback
 from bridge.errors import TraceError
 from bridge.observe.logs import Event, event
 from bridge.observe.metrics import registry
@@ -43,13 +43,21 @@ def checked_address(address: str) -> tuple[str, int]:
         raise InvalidHttpAddress(
             f"{address!r} is not an address for --http; write it as 127.0.0.1:PORT (0: any free)"
         )
-    host = "127.0.0.1" if match["host"] == "localhost" else match["host"]
-    if not is_loopback(host):
+    if not _is_loopback(match["host"]):
         raise InvalidHttpAddress(
             f"{address} is not a loopback address and the status page has no password; "
             "use --http 127.0.0.1:PORT and an SSH tunnel or a reverse proxy that asks for one"
         )
-    return host.strip("[]"), int(match["port"])
+    host = "127.0.0.1" if match["host"] == "localhost" else match["host"].strip("[]")
+    return host, int(match["port"])
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a host, IPv6 in brackets, is one that only this machine reaches."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 class StatusServer:
@@ -118,8 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _asked_by_a_loopback_name(self) -> bool:
         """Refuse names that a website has pointed here: its scripts could read the answer."""
-        host = re.sub(r":\d+$", "", self.headers.get("Host", ""))
-        return host == "localhost" or is_loopback(host)
+        return _is_loopback(re.sub(r":\d+$", "", self.headers.get("Host", "")))
 
     def _answer(self, code: int, content_type: str, body: bytes) -> None:
         self.send_response(code)
