@@ -14,7 +14,8 @@ from typing import Annotated
 import typer
 
 from bridge.errors import TraceError
-from bridge.serving import Limits, LogLevel, serve_until_stopped
+from bridge.observe.logs import LogFormat, Logging, LogLevel
+from bridge.serving import Limits, serve_until_stopped
 from bridge.wire import Policy
 
 app = typer.Typer(
@@ -68,7 +69,17 @@ def serve(
     keep: KeepOption = None,
     max_version_diff: VersionDiffOption = None,
     expire: ExpireOption = None,
+    http: Annotated[
+        str | None,
+        typer.Option(
+            help="Serve a status page, /metrics and /status.json here, for this machine only.",
+            metavar="127.0.0.1:PORT",
+        ),
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="What to log to stderr.")] = LogLevel.WARNING,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="json: one object a line, with a stable event name.")
+    ] = LogFormat.TEXT,
     parent: Annotated[
         int | None, typer.Option(help="Stop when this parent process ends.", metavar="PID")
     ] = None,
@@ -83,7 +94,8 @@ def serve(
             endpoint,
             Limits(directory, spill, memory_limit, disk_limit),
             Policy(keep, max_version_diff, expire),
-            log_level,
+            Logging(log_level, log_format),
+            http,
             parent,
         )
 
@@ -125,6 +137,32 @@ def inspect(
         else:
             inspection = inspect_directory(directory, trajectory)
         print(to_json(inspection)) if as_json else render(inspection)
+
+
+@app.command()
+def top(
+    endpoints: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--endpoint", help=f"A bridge to watch, may be repeated; else {DEFAULT_ENDPOINT}."
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print the tables once.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON once.")] = False,
+) -> None:
+    """Watch running bridges: rates, tiers, lag, drops and engines, until Ctrl-C.
+
+    Once, the exit status is 1 if a bridge does not answer.
+    """
+    from bridge.observe.top import show_json, show_live, show_once
+    from bridge.observe.watch import Watch
+
+    with Watch(endpoints or [DEFAULT_ENDPOINT]) as watch:
+        if not once and not as_json:
+            return show_live(watch)
+        all_answer = show_json(watch) if as_json else show_once(watch)
+        if not all_answer:
+            raise typer.Exit(1)
 
 
 @contextmanager

@@ -5,26 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 from bridge.daemon import Daemon
 from bridge.daemon.heap import keep_freed_memory
 from bridge.embedded import READY
+from bridge.observe.logs import Event, Logging, event
+from bridge.observe.status import Status
 from bridge.sizes import parse_size
 from bridge.store import CachedStore, DiskStore, MemoryStore, Store
 from bridge.store.scratch import scratch_store
 from bridge.wire import Policy
 
-
-class LogLevel(StrEnum):
-    """How much to log."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +38,47 @@ class Limits:
 
 
 def serve_until_stopped(
-    endpoint: str, limits: Limits, policy: Policy, log_level: LogLevel, parent: int | None
+    endpoint: str,
+    limits: Limits,
+    policy: Policy,
+    logs: Logging,
+    http: str | None,
+    parent: int | None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or the end of the parent; raise TraceError if it cannot start."""
-    logging.basicConfig(
-        level=log_level.value.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logs.start()
     keep_freed_memory()
     store = _store(limits)
     try:
-        daemon = Daemon(endpoint, store, policy)
-        stop = StopSignal(parent)
-        print(f"{READY}{daemon.endpoint}", flush=True)
-        daemon.run(stop)
-        daemon.close()
+        with (
+            closing(Daemon(endpoint, store, policy)) as daemon,
+            _status_page(http, daemon.monitor.newest) as url,
+        ):
+            stop = StopSignal(parent)
+            print(f"{READY}{daemon.endpoint}", flush=True)
+            if url is not None:
+                print(f"status page {url}", flush=True)
+            ready = event(Event.DAEMON_READY, endpoint=daemon.endpoint, store=store.tier, http=url)
+            log.info("serving %s at %s", store.tier, daemon.endpoint, extra=ready)
+            daemon.run(stop)
+        log.info("stopped", extra=event(Event.DAEMON_STOPPED, endpoint=daemon.endpoint))
     finally:
         store.close()
+
+
+@contextmanager
+def _status_page(address: str | None, status: Callable[[], Status]) -> Iterator[str | None]:
+    """Serve the status over HTTP meanwhile, if there is an address; give the page's URL."""
+    if address is None:
+        yield None
+        return
+    from bridge.observe.http import StatusServer
+
+    server = StatusServer(address, status)
+    try:
+        yield server.url
+    finally:
+        server.close()
 
 
 class StopSignal:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from bridge.observe.logs import Event, event
 from bridge.store import Held, Store
 from bridge.store.row_sums import row_is_intact
 
@@ -68,7 +69,12 @@ class Gather:
             ):
                 valid_C[index] = False
                 self.corrupt_rows += 1
-                log.warning("row %d of entry %d fails its checksum", offset + index, block)
+                log.warning(
+                    "row %d of entry %d fails its checksum",
+                    offset + index,
+                    block,
+                    extra=event(Event.ROW_DAMAGED, entry=block, row=offset + index),
+                )
 
 
 def _runs(places_N: NDArray[np.void]) -> Iterator[tuple[int, int, int, int]]:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bridge.daemon.flow import Flow
 from bridge.errors import StoreFull
 from bridge.index import Catalog, Told
+from bridge.observe.logs import Event, event
+from bridge.observe.status import Waiting
 from bridge.refusal import refusal
 from bridge.store import Entry, Store
 from bridge.store.journal import pack
-from bridge.wire import Ack, Dropped, Hello, Message, Rows, Step, Trajectory, WeightDigests
+from bridge.wire import Ack, Block, Dropped, Hello, Message, Rows, Step, Trajectory, WeightDigests
 from bridge.wire.fields import wire_bytes
+
+log = logging.getLogger(__name__)
 
 Ingested = Hello | Rows | Trajectory | WeightDigests | Dropped | Step
 Answer = Callable[[bytes, Message, int], None]
@@ -26,6 +33,7 @@ class Pending:
     seq: int
     told: Told
     entry: Entry
+    received_at: float
 
 
 class Ingest:
@@ -35,38 +43,55 @@ class Ingest:
     a peer's messages of the turn.
     """
 
-    def __init__(self, store: Store, catalog: Catalog, answer: Answer) -> None:
+    def __init__(self, store: Store, catalog: Catalog, flow: Flow, answer: Answer) -> None:
         self._store = store
         self._catalog = catalog
+        self._flow = flow
         self._answer = answer
         self._pending: list[Pending] = []
-        self._pending_keys: set[tuple[bytes, int]] = set()
+        self._storing: list[Pending] = []
+        self._pending_keys: set[tuple[str, int]] = set()
         self._held: defaultdict[bytes, list[int]] = defaultdict(list)
         self.accepted = 0
         self.duplicates = 0
-        self.refused = 0
         self.commits = 0
         self.full = False
+        self._told_full = False
 
     def take(self, peer: bytes, message: Ingested, seq: int) -> None:
         """Check a message and keep it for the next commit; raise TraceError to refuse it."""
         told: Told = message.block if isinstance(message, Rows) else message
-        key = (b"" if isinstance(told, Step) else told.engine_id.encode(), seq)
+        engine_id = "" if isinstance(told, Step) else told.engine_id
+        key = (engine_id, seq)
         if key in self._pending_keys:
             self.commit()  # so that it is known whether the store took the first copy
         self._catalog.check(told)
+        now = time.monotonic()
+        if engine_id:
+            self._flow.last_seen[engine_id] = now
         if self._catalog.seen(told, seq):
             self.duplicates += 1
             self._held[peer].append(seq)
             return
-        self._pending.append(Pending(peer, seq, told, _entry(message, told, seq)))
+        self._pending.append(Pending(peer, seq, told, _entry(message, told, seq), now))
         self._pending_keys.add(key)
         if isinstance(told, Hello):
             self.commit()  # rows behind this hello are checked against it
 
+    def waiting(self, now: float) -> Waiting:
+        """Return what is not acknowledged at monotonic time ``now``; any thread may ask."""
+        waiting = self._pending or self._storing
+        blocks = [pending.told for pending in waiting if isinstance(pending.told, Block)]
+        return Waiting(
+            rows=sum(len(block.rows) for block in blocks),
+            nbytes=sum(len(block.rows) * block.row_bytes for block in blocks),
+            oldest_s=now - waiting[0].received_at if waiting else 0.0,
+        )
+
     def commit(self) -> None:
         """Store, index and acknowledge what is pending; refuse what the store has no room for."""
-        batch, self._pending, self._pending_keys = self._pending, [], set()
+        batch = self._storing = self._pending
+        self._pending, self._pending_keys = [], set()
         if batch:
             self.full = False
             try:
@@ -74,27 +99,63 @@ class Ingest:
             except StoreFull:
                 for pending in batch:
                     self._hold_or_refuse(pending)
+            self._tell_of_room(batch)
         for peer, seqs in self._held.items():
             self._answer(peer, Ack(tuple(seqs)), seqs[0])
         self._held.clear()
+        self._storing = []
 
     def _hold_or_refuse(self, pending: Pending) -> None:
         """A batch that does not fit may hold messages that do."""
         try:
             self._hold([pending])
         except StoreFull as error:
-            self.full = True
-            self.refused += 1
+            if not self._told_full:
+                log.warning("%s", error, extra=event(Event.STORE_FULL))
+            self.full = self._told_full = True
+            self._flow.refuse(error)
             self._answer(pending.peer, refusal(error), pending.seq)
+
+    def _tell_of_room(self, batch: list[Pending]) -> None:
+        """Tell the end of a full store; that it took vital entries says nothing of its room."""
+        if self._told_full and not self.full and not all(item.entry.vital for item in batch):
+            log.info("the store takes records again", extra=event(Event.STORE_HAS_ROOM))
+            self._told_full = False
 
     def _hold(self, batch: list[Pending]) -> None:
         numbers = self._store.append([pending.entry for pending in batch])
+        now = time.monotonic()
         for pending, number in zip(batch, numbers, strict=True):
             self._catalog.apply(pending.told, pending.seq, number)
             self._held[pending.peer].append(pending.seq)
+            self._flow.store(pending.told, now - pending.received_at)
+            if isinstance(pending.told, Hello | Dropped):
+                _log(pending.told)
         self._store.reserve(self._catalog.nbytes())
         self.accepted += len(batch)
         self.commits += 1
+
+
+def _log(told: Hello | Dropped) -> None:
+    if isinstance(told, Hello):
+        log.info(
+            "engine %s joins",
+            told.engine_id,
+            extra=event(Event.ENGINE_JOINED, engine=told.engine_id),
+        )
+        return
+    log.warning(
+        "engine %s has dropped %d forward and %d K/V rows so far",
+        told.engine_id,
+        told.forward_rows,
+        told.kv_rows,
+        extra=event(
+            Event.ROWS_DROPPED,
+            engine=told.engine_id,
+            forward_rows=told.forward_rows,
+            kv_rows=told.kv_rows,
+        ),
+    )
 
 
 def _entry(message: Ingested, told: Told, seq: int) -> Entry:

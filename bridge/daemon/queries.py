@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bridge.daemon.flow import Flow
 from bridge.daemon.gather import Gather
 from bridge.daemon.ingest import Ingest
 from bridge.daemon.retention import Retention
@@ -24,6 +25,7 @@ class Census:
         ingest: Ingest,
         gather: Gather,
         retention: Retention,
+        flow: Flow,
         damaged_entries: int,
     ) -> None:
         self._store = store
@@ -31,8 +33,8 @@ class Census:
         self._ingest = ingest
         self._gather = gather
         self._retention = retention
+        self._flow = flow
         self._damaged_entries = damaged_entries
-        self.refused = 0
 
     def list(self, asked: List) -> ListReply:
         """Return one page of summaries in the order in which trajectories were first told of."""
@@ -66,7 +68,7 @@ class Census:
             messages=self._ingest.accepted,
             commits=self._ingest.commits,
             duplicates=self._ingest.duplicates,
-            refused=self.refused + self._ingest.refused,
+            refused=self._flow.refused.total(),
             corrupt_rows=self._gather.corrupt_rows,
             damaged_entries=self._damaged_entries,
         )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Set
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from bridge.errors import StoreFull
 from bridge.index import Catalog
 from bridge.index.retention import garbage
 from bridge.layout import Part
+from bridge.observe.logs import Event, event
 from bridge.store import Store
 from bridge.wire import GcReply, Pin, Policy
 
@@ -64,11 +65,23 @@ class Retention:
         try:
             self._store.drop(numbers)
         except StoreFull as error:
-            log.warning("collected entries stay on disk until the next restart: %s", error)
+            log.warning(
+                "collected entries stay on disk until the next restart: %s",
+                error,
+                extra=event(Event.DELETION_DEFERRED, entries=len(numbers)),
+            )
         self._store.reserve(catalog.nbytes())
         self.collected += len(found.trajectories)
         rows -= sum(catalog.rows(part) for part in Part)
-        return GcReply(len(found.trajectories), rows, len(numbers))
+        done = GcReply(len(found.trajectories), rows, len(numbers))
+        if numbers:
+            log.info(
+                "gave up %d trajectories and %d rows",
+                done.trajectories,
+                done.rows,
+                extra=event(Event.RECORDS_COLLECTED, step=catalog.step, **asdict(done)),
+            )
+        return done
 
     def _pins(self) -> Set[str]:
         now = time.monotonic()

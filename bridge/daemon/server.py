@@ -9,14 +9,18 @@ from collections.abc import Callable
 import zmq
 
 from bridge.daemon.fetching import Fetching
+from bridge.daemon.flow import Flow
 from bridge.daemon.gather import Gather
 from bridge.daemon.ingest import Ingest, Ingested
+from bridge.daemon.monitor import Monitor
 from bridge.daemon.outbox import Outbox
 from bridge.daemon.queries import Census
 from bridge.daemon.retention import Retention
 from bridge.endpoint import EndpointInUse, checked_endpoint
 from bridge.errors import CorruptMessage, TraceError
 from bridge.index.recovery import recover
+from bridge.observe.logs import Event, event
+from bridge.observe.status import to_json
 from bridge.refusal import refusal
 from bridge.store import Store
 from bridge.wire import (
@@ -26,6 +30,8 @@ from bridge.wire import (
     Gc,
     List,
     Message,
+    Observe,
+    ObserveReply,
     Pin,
     Ping,
     Policy,
@@ -66,13 +72,15 @@ class Daemon:
         gather = Gather(store)
         self._outbox = Outbox(self._socket)
         self._waiting: deque[tuple[bytes, Fetch, int]] = deque(maxlen=_MOST_WAITING)
-        self._ingest = Ingest(store, catalog, self._outbox.send)
+        self._flow = Flow()
+        self._ingest = Ingest(store, catalog, self._flow, self._outbox.send)
         self._fetching = Fetching(catalog, gather)
         self._retention = Retention(store, catalog, policy or Policy())
         self._census = Census(
-            store, catalog, self._ingest, gather, self._retention, damaged_entries
+            store, catalog, self._ingest, gather, self._retention, self._flow, damaged_entries
         )
         store.reserve(catalog.nbytes())
+        self.monitor = Monitor(self.endpoint, self._census, catalog, self._ingest, self._flow)
 
     def run(self, stop_asked: Callable[[], bool]) -> None:
         """Serve until ``stop_asked()``, looked at a few times a second."""
@@ -80,6 +88,7 @@ class Daemon:
             if self._socket.poll(_WAITING_POLL_MS if self._waiting else _POLL_MS):
                 self.turn()
             self._answer_waiting()
+            self.monitor.look()
             self._retention.look()
 
     def turn(self) -> None:
@@ -120,8 +129,9 @@ class Daemon:
             self._refuse(peer, error, seq)
 
     def _refuse(self, peer: bytes, error: TraceError, seq: int) -> None:
-        self._census.refused += 1
-        log.warning("a message is refused: %s", error)
+        self._flow.refuse(error)
+        refused = event(Event.MESSAGE_REFUSED, code=type(error).__name__)
+        log.warning("a message is refused: %s", error, extra=refused)
         self._outbox.send(peer, refusal(error), seq)
 
     def _answer_waiting(self) -> None:
@@ -136,13 +146,17 @@ class Daemon:
     def _reply(self, message: Message) -> Message:
         match message:
             case Fetch():
-                return self._fetching.answer(message)
+                page = self._fetching.answer(message)
+                self._flow.send(page)
+                return page
             case List():
                 return self._census.list(message)
             case Digests():
                 return self._census.digests(message)
             case Stats():
                 return self._census.stats()
+            case Observe():
+                return ObserveReply(to_json(self.monitor.take()))
             case Ping():
                 return Pong()
             case Pin():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -17,7 +18,15 @@ from bridge.index.row_map import RowMap, absent_places
 from bridge.index.sequence_set import SequenceSet
 from bridge.index.trajectory_map import TrajectoryMap
 from bridge.layout import Part
-from bridge.wire import Block, Dropped, Hello, Step, Trajectory, WeightDigests
+from bridge.wire import (
+    Block,
+    Dropped,
+    Hello,
+    Step,
+    Trajectory,
+    TrajectoryState,
+    WeightDigests,
+)
 
 Told = Hello | Block | Trajectory | WeightDigests | Dropped | Step
 PARTS = tuple(Part)
@@ -44,13 +53,18 @@ class Engine:
 
 
 class Catalog:
-    """Engines, trajectories, blocks of rows, weight versions and digests."""
+    """Engines, trajectories, blocks of rows, weight versions and digests.
+
+    ``states`` counts the trajectories held and ``collected`` those given up, by their state.
+    """
 
     def __init__(self) -> None:
         self.step = 0
         self.engines: dict[str, Engine] = {}
         self.engine_list: list[Engine] = []
         self.trajectories: dict[str, TrajectoryMap] = {}
+        self.states = Counter(dict.fromkeys(TrajectoryState, 0))
+        self.collected = Counter(dict.fromkeys(TrajectoryState, 0))
         self.blocks = BlockTable()
         self.weight_versions: list[str] = []
         self.digests = DigestTable()
@@ -128,6 +142,8 @@ class Catalog:
         for name in names:
             trajectory = self.trajectories.pop(name)
             self._trajectory_bytes -= trajectory.nbytes()
+            self.states[trajectory.state] -= 1
+            self.collected[trajectory.state] += 1
             numbers += trajectory.entries
         if len(blocks):
             self.blocks.drop(blocks)
@@ -150,6 +166,8 @@ class Catalog:
             trajectory = self.trajectories[told.trajectory] = TrajectoryMap()
         else:
             self._trajectory_bytes -= trajectory.nbytes()
+            self.states[trajectory.state] -= 1
+        self.states[told.state] += 1
         trajectory.merge(told.start, told.tokens, told.rows, engine.number, told.state)
         trajectory.entries.append(number)
         trajectory.step, trajectory.told_at = self.step, time.monotonic()

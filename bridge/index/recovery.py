@@ -6,6 +6,7 @@ import logging
 
 from bridge.errors import TraceError
 from bridge.index.catalog import Catalog, Told
+from bridge.observe.logs import Event, event
 from bridge.store.base import Store
 from bridge.store.journal import unpack
 
@@ -24,7 +25,8 @@ def recover(store: Store) -> tuple[Catalog, int]:
             catalog.check(told)
         except TraceError as error:
             damaged += 1
-            log.warning("entry %d of the store is skipped: %s", number, error)
+            damage = event(Event.ENTRY_DAMAGED, entry=number)
+            log.warning("entry %d of the store is skipped: %s", number, error, extra=damage)
             continue
         catalog.apply(told, seq, number)
     return catalog, damaged

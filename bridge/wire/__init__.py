@@ -23,6 +23,7 @@ from bridge.wire.ingest import (
     WeightDigests,
 )
 from bridge.wire.message import Message
+from bridge.wire.observe import Observe, ObserveReply
 from bridge.wire.retention import Gc, GcReply, Pin, Policy, Step
 
 __all__ = [
@@ -43,6 +44,8 @@ __all__ = [
     "List",
     "ListReply",
     "Message",
+    "Observe",
+    "ObserveReply",
     "Pin",
     "Ping",
     "Policy",

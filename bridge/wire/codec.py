@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bridge.errors import CorruptMessage
-from bridge.wire import answer, census, fetch, ingest, retention
+from bridge.wire import answer, census, fetch, ingest, observe, retention
 from bridge.wire.envelope import Buffer, seal, unseal
 from bridge.wire.message import Message
 
@@ -32,6 +32,8 @@ MESSAGES: dict[str, type[Message]] = {
         census.DigestsReply,
         census.Stats,
         census.StatsReply,
+        observe.Observe,
+        observe.ObserveReply,
         answer.Ping,
         answer.Pong,
     )

@@ -152,7 +152,7 @@ def test_a_store_of_another_schema_or_a_broken_one_ends_in_one_sentence(tmp_path
 def test_help_shows_every_option() -> None:
     shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "120"}).stdout
     options = ("--endpoint", "--dir", "--disk-limit", "--memory-limit", "--log-level", "--spill")
-    options += ("--keep", "--max-version-diff", "--expire", "--parent")
+    options += ("--keep", "--max-version-diff", "--expire", "--parent", "--http", "--log-format")
     assert all(option in shown for option in options)
 
 

@@ -294,8 +294,9 @@ def test_a_full_store_takes_the_news_of_a_step_and_has_room_again(
             while not trainer.stats().full:
                 rows = range(sent, sent + 10_000)
                 engine.send_rows(Part.FORWARD, rows, payload, "v")
-                engine.poll()
                 sent += 10_000
+                while engine.unacknowledged_bytes and not trainer.stats().full:
+                    engine.poll()
             trainer.begin_step(step + 1)
             engine.flush(timeout_s=60)
             assert engine.acknowledged_rows == sent

@@ -1,0 +1,45 @@
+"""What goes in and out of a daemon since it started, counted by the thread that does it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from bridge.errors import TraceError
+from bridge.index import Told
+from bridge.layout import Part
+from bridge.observe.histogram import Durations
+from bridge.wire import Block, FetchReply
+
+
+class Flow:
+    """Plain counters; only the daemon's own thread touches them."""
+
+    def __init__(self) -> None:
+        self.rows_received: Counter[Part] = Counter()
+        self.bytes_received: Counter[Part] = Counter()
+        self.rows_sent: Counter[Part] = Counter()
+        self.bytes_sent: Counter[Part] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.last_seen: dict[str, float] = {}
+        self.ack_latency = Durations()
+
+    def store(self, told: Told, waited_s: float) -> None:
+        """Count a message that the store has just taken and that is acknowledged next."""
+        self.ack_latency.add(waited_s)
+        if isinstance(told, Block):
+            self.rows_received[told.part] += len(told.rows)
+            self.bytes_received[told.part] += len(told.rows) * told.row_bytes
+
+    def send(self, reply: FetchReply) -> None:
+        """Count the rows and record bytes of a page; missing rows have neither."""
+        for part, valid, rows in (
+            (Part.FORWARD, reply.forward_valid, reply.forward),
+            (Part.KV, reply.kv_valid, reply.kv),
+        ):
+            count = int(valid.sum())
+            self.rows_sent[part] += count
+            self.bytes_sent[part] += count * rows.shape[1]
+
+    def refuse(self, error: TraceError) -> None:
+        """Count a message that is answered with an error."""
+        self.refused[type(error).__name__] += 1

@@ -1,0 +1,92 @@
+"""Builds the status document in the daemon's thread, once a second and when asked."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+from bridge.daemon.flow import Flow
+from bridge.daemon.ingest import Ingest
+from bridge.daemon.queries import Census
+from bridge.index import Catalog, Engine
+from bridge.layout import Part
+from bridge.observe.status import EngineStatus, Sample, Status
+
+_PERIOD_S = 1.0
+_SAMPLES = 120
+
+
+class Monitor:
+    """Keeps the newest document, whole and never changed, for other threads to read."""
+
+    def __init__(
+        self, endpoint: str, census: Census, catalog: Catalog, ingest: Ingest, flow: Flow
+    ) -> None:
+        self._endpoint = endpoint
+        self._census = census
+        self._catalog = catalog
+        self._ingest = ingest
+        self._flow = flow
+        self._started_at = self._looked_at = time.monotonic()
+        self._history: tuple[Sample, ...] = ()
+        self._renew()
+
+    def look(self) -> None:
+        """Renew the document if it is a second old."""
+        now = time.monotonic()
+        if now - self._looked_at >= _PERIOD_S:
+            self._looked_at = now
+            self._renew()
+
+    def newest(self) -> Status:
+        """Return the newest document with what waits now; any thread may ask, at any time."""
+        return replace(self._newest, waiting=self._ingest.waiting(time.monotonic()))
+
+    def take(self) -> Status:
+        """Return the document of this moment."""
+        flow, held, now = self._flow, self._census.stats(), time.monotonic()
+        engines = tuple(self._engine(engine, now) for engine in self._catalog.engine_list)
+        sample = Sample(
+            at=now - self._started_at,
+            rows_in=flow.rows_received.total(),
+            bytes_in=flow.bytes_received.total(),
+            rows_out=flow.rows_sent.total(),
+            bytes_out=flow.bytes_sent.total(),
+            dropped_rows=held.dropped_rows,
+            acks=flow.ack_latency.count,
+            ack_s=flow.ack_latency.sum_s,
+        )
+        return Status(
+            endpoint=self._endpoint,
+            pid=os.getpid(),
+            taken_at=time.time(),
+            uptime_s=now - self._started_at,
+            held=held,
+            rows_received={part: flow.rows_received[part] for part in Part},
+            bytes_received={part: flow.bytes_received[part] for part in Part},
+            rows_sent={part: flow.rows_sent[part] for part in Part},
+            bytes_sent={part: flow.bytes_sent[part] for part in Part},
+            refused=dict(flow.refused),
+            waiting=self._ingest.waiting(now),
+            ack_latency=flow.ack_latency.histogram(),
+            trajectories=dict(self._catalog.states),
+            collected=dict(self._catalog.collected),
+            engines=engines,
+            history=(*self._history[1 - _SAMPLES :], sample),
+        )
+
+    def _renew(self) -> None:
+        self._newest = self.take()
+        self._history = self._newest.history
+
+    def _engine(self, engine: Engine, now: float) -> EngineStatus:
+        name = engine.hello.engine_id
+        seen = self._flow.last_seen.get(name)
+        return EngineStatus(
+            engine=name,
+            idle_s=None if seen is None else now - seen,
+            forward_rows=engine.maps[Part.FORWARD].rows,
+            kv_rows=engine.maps[Part.KV].rows,
+            dropped_rows=engine.dropped_rows,
+        )

@@ -1,0 +1,47 @@
+"""Ask several daemons for their status at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
+
+from bridge.connection import Connection
+from bridge.errors import TraceError
+from bridge.observe.status import Status, from_json
+from bridge.wire import Observe, ObserveReply
+
+_PATIENCE_S = 2.0
+
+
+class Watch:
+    """Connections to daemons; use it from one thread."""
+
+    def __init__(self, endpoints: Iterable[str]) -> None:
+        self._connections = {endpoint: Connection(endpoint) for endpoint in endpoints}
+
+    def look(self) -> dict[str, Status | TraceError]:
+        """Return, by endpoint, what each daemon shows, or why it shows nothing."""
+        end = time.monotonic() + _PATIENCE_S
+        asked = {name: peer.say(Observe()) for name, peer in self._connections.items()}
+        return {name: _status(self._connections[name], seq, end) for name, seq in asked.items()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for connection in self._connections.values():
+            connection.close()
+
+
+def _status(connection: Connection, seq: int, end: float) -> Status | TraceError:
+    try:
+        return from_json(connection.reply(seq, ObserveReply, end).document)
+    except TraceError as error:
+        return error
