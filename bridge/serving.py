@@ -12,6 +12,8 @@ from pathlib import Path
 from bridge.daemon import Daemon
 from bridge.daemon.heap import keep_freed_memory
 from bridge.embedded import READY
+from bridge.errors import TraceError
+from bridge.keys import BridgeKeys
 from bridge.sizes import parse_size
 from bridge.store import CachedStore, DiskStore, MemoryStore, Store
 from bridge.store.scratch import scratch_store
@@ -41,17 +43,40 @@ class Limits:
     disk: str
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may reach the bridge: the clients of a key file, or with ``insecure`` anybody.
+
+    Neither: processes of this machine.
+    """
+
+    keys: Path | None
+    insecure: bool
+
+    def bridge_keys(self) -> BridgeKeys | None:
+        """Read the key file; raise InvalidKeys."""
+        if self.keys is not None and self.insecure:
+            raise TraceError("--keys and --insecure contradict each other; give one of them")
+        return None if self.keys is None else BridgeKeys.load(self.keys)
+
+
 def serve_until_stopped(
-    endpoint: str, limits: Limits, policy: Policy, log_level: LogLevel, parent: int | None
+    endpoint: str,
+    access: Access,
+    limits: Limits,
+    policy: Policy,
+    log_level: LogLevel,
+    parent: int | None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or the end of the parent; raise TraceError if it cannot start."""
     logging.basicConfig(
         level=log_level.value.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     keep_freed_memory()
+    keys = access.bridge_keys()
     store = _store(limits)
     try:
-        daemon = Daemon(endpoint, store, policy)
+        daemon = Daemon(endpoint, store, policy, keys=keys, insecure=access.insecure)
         stop = StopSignal(parent)
         print(f"{READY}{daemon.endpoint}", flush=True)
         daemon.run(stop)

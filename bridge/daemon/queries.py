@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bridge.daemon.gather import Gather
+from bridge.daemon.guard import Guard
 from bridge.daemon.ingest import Ingest
 from bridge.daemon.retention import Retention
 from bridge.index import Catalog
@@ -25,6 +26,7 @@ class Census:
         gather: Gather,
         retention: Retention,
         damaged_entries: int,
+        guard: Guard | None,
     ) -> None:
         self._store = store
         self._catalog = catalog
@@ -32,6 +34,7 @@ class Census:
         self._gather = gather
         self._retention = retention
         self._damaged_entries = damaged_entries
+        self._guard = guard
         self.refused = 0
 
     def list(self, asked: List) -> ListReply:
@@ -67,6 +70,7 @@ class Census:
             commits=self._ingest.commits,
             duplicates=self._ingest.duplicates,
             refused=self.refused + self._ingest.refused,
+            refused_peers=0 if self._guard is None else self._guard.refused,
             corrupt_rows=self._gather.corrupt_rows,
             damaged_entries=self._damaged_entries,
         )
