@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import zmq
 from bridge.wire.envelope import Buffer
 
 QUEUE = 16  # messages, as in the bridge
+HELD_BYTES = 256 << 20  # a sender of records has them in memory, not one of them in its cache
 
 
 class BarePipe:
@@ -33,12 +32,17 @@ class BarePipe:
             target=_other_end, args=(there, f"tcp://127.0.0.1:{port}", sent), daemon=True
         )
         self._process.start()
+        there.close()  # so that the end of the other process is noticed
         self._here.recv()
 
-    def seconds(self, messages: int) -> float:
+    @property
+    def pid(self) -> int | None:
+        """The other process."""
+        return self._process.pid
+
+    def move(self, messages: int) -> None:
         """Move so many messages of the frames and return when the last has arrived."""
         self._here.send(messages)
-        started = time.perf_counter()
         for _ in range(messages):
             if self._to_child:
                 self._socket.send_multipart(self._frames, copy=False)
@@ -46,7 +50,6 @@ class BarePipe:
                 self._socket.recv_multipart(copy=False)
         if self._to_child:
             self._here.recv()
-        return time.perf_counter() - started
 
     def close(self) -> None:
         """End the other process."""
@@ -60,11 +63,14 @@ def _other_end(pipe: Connection, endpoint: str, frames: Sequence[bytes]) -> None
     socket = context.socket(zmq.PUSH if frames else zmq.PULL)
     socket.setsockopt(zmq.SNDHWM if frames else zmq.RCVHWM, QUEUE)
     socket.connect(endpoint)
+    nbytes = sum(len(frame) for frame in frames)
+    copies = 1 + HELD_BYTES // nbytes if frames else 0
+    held = [[bytearray(frame) for frame in frames] for _ in range(copies)]
     pipe.send("ready")
     while messages := pipe.recv():
-        for _ in range(messages):
+        for number in range(messages):
             if frames:
-                socket.send_multipart(frames, copy=False)
+                socket.send_multipart(held[number % len(held)], copy=False)
             else:
                 socket.recv_multipart(copy=False)
         if not frames:
@@ -72,9 +78,8 @@ def _other_end(pipe: Connection, endpoint: str, frames: Sequence[bytes]) -> None
     context.destroy()
 
 
-def write_and_sync(file: Path, payload: Buffer, times: int, syncs: int) -> float:
-    """Seconds to write a payload so many times in a row with so many fsyncs, evenly spread."""
-    started = time.perf_counter()
+def write_and_sync(file: Path, payload: Buffer, times: int, syncs: int) -> None:
+    """Write a payload so many times in a row with so many fsyncs, evenly spread."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     done = 0
     for sync in range(1, syncs + 1):
@@ -83,23 +88,12 @@ def write_and_sync(file: Path, payload: Buffer, times: int, syncs: int) -> float
             done += 1
         os.fsync(descriptor)
     os.close(descriptor)
-    seconds = time.perf_counter() - started
-    file.unlink()
-    return seconds
 
 
-@contextmanager
-def cpu_seconds(pid: int) -> Iterator[list[float]]:
-    """Yield a list that holds the CPU seconds of a process within the block, once it has ended."""
-    spent: list[float] = []
-    before = _cpu(pid)
-    yield spent
-    spent.append(_cpu(pid) - before)
-
-
-def _cpu(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds of a process so far, all threads."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 def resident_bytes(pid: int) -> dict[str, int]:

@@ -8,6 +8,7 @@ process, acknowledgements and checksums on.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -16,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -33,8 +34,9 @@ from bridge.layout import ModelShape, Part, RecordLayout, Site, deeper_half
 from bridge.producer import RecordProducer
 from bridge.wire import Fetch, FetchReply, Rows, encode
 
-ROWS = 256  # of one message: a forward pass of a full decode batch
+MOST_ROWS = 256  # of one message: a forward pass of a full decode batch, if 4 MiB hold it
 MIB = 1 << 20
+_WINDOWS = 15
 
 QWEN_35B = ModelShape(40, 2048, 512, 256, 8, 2, 256, tuple(range(40)), tuple(range(3, 40, 4)))
 QWEN_30B = ModelShape(48, 2048, 768, 128, 8, 4, 128, tuple(range(48)), tuple(range(48)))
@@ -57,24 +59,30 @@ class Load:
     round_bytes: int
 
     @property
+    def batch(self) -> int:
+        """Rows of a message."""
+        return len(self.payload)
+
+    @property
     def messages(self) -> int:
         return max(1, self.round_bytes // self.payload.nbytes)
 
     @property
     def rows(self) -> int:
-        return self.messages * ROWS
+        return self.messages * self.batch
 
 
-def loads(round_bytes: int) -> list[Load]:
+def loads(round_bytes: int, most_rows: int = MOST_ROWS) -> list[Load]:
     rng = np.random.default_rng(0)
     return [
         Load(
             name,
             layout,
-            rng.integers(0, 256, (ROWS, layout.row_bytes(Part.FORWARD)), dtype=np.uint8),
+            rng.integers(0, 256, (min(most_rows, 4 * MIB // width), width), dtype=np.uint8),
             round_bytes,
         )
         for name, layout in LAYOUTS.items()
+        for width in [layout.row_bytes(Part.FORWARD)]
     ]
 
 
@@ -90,66 +98,85 @@ def served(load: Load, **options: Any) -> Iterator[tuple[int, RecordProducer, Tr
         bridge.stop()
 
 
-def send(engine: RecordProducer, load: Load, turn: int) -> float:
-    """Seconds until all rows of a turn are acknowledged."""
-    started = time.perf_counter()
+def send(engine: RecordProducer, load: Load, turn: int) -> None:
+    """Send all rows of a turn and wait until they are acknowledged."""
     first = turn * load.rows
-    for begin in range(first, first + load.rows, ROWS):
-        rows = np.arange(begin, begin + ROWS)
+    for begin in range(first, first + load.rows, load.batch):
+        rows = np.arange(begin, begin + load.batch)
         engine.send_rows(Part.FORWARD, rows, load.payload, str(turn), copy=False)
     engine.flush()
-    return time.perf_counter() - started
 
 
-def ratios(
-    name: str, load: Load, ours: list[float], peer: list[float], **more: Any
-) -> dict[str, Any]:
+@dataclass
+class Sides:
+    """Wall seconds of every round, and CPU seconds of both processes together."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+    @contextmanager
+    def measured(self, other: int | None) -> Iterator[None]:
+        """Measure a round in which this process and ``other`` work."""
+        pids = [os.getpid(), *([] if other is None else [other])]
+        before, started = sum(map(cpu_seconds, pids)), time.perf_counter()
+        yield
+        self.seconds.append(time.perf_counter() - started)
+        self.cpu.append(sum(map(cpu_seconds, pids)) - before)
+
+    def after(self, warm: int) -> Sides:
+        """Leave out the first rounds."""
+        return Sides(self.seconds[warm:], self.cpu[warm:])
+
+
+def ratios(name: str, load: Load, ours: Sides, peer: Sides, **more: Any) -> dict[str, Any]:
+    """Speed and CPU cost of both sides, and the peer's seconds over ours round by round."""
     nbytes = load.messages * load.payload.nbytes
     return {
         "measure": name,
         "shape": load.name,
         "row_bytes": load.payload.shape[1],
-        "mb_per_s": nbytes / statistics.median(ours) / 1e6,
-        "peer_mb_per_s": nbytes / statistics.median(peer) / 1e6,
-        "ratio": statistics.median(b / a for a, b in zip(ours, peer, strict=True)),
+        "mb_per_s": nbytes / statistics.median(ours.seconds) / 1e6,
+        "peer_mb_per_s": nbytes / statistics.median(peer.seconds) / 1e6,
+        "ratio": statistics.median(b / a for a, b in zip(ours.seconds, peer.seconds, strict=True)),
+        "cpu_s_per_gb": statistics.mean(ours.cpu) / nbytes * 1e9,
+        "peer_cpu_s_per_gb": statistics.mean(peer.cpu) / nbytes * 1e9,
         **more,
     }
 
 
 def ingest_memory(load: Load, rounds: int) -> dict[str, Any]:
     """Ingest into memory that earlier steps have used, against PUSH and PULL of the same frames."""
-    message = Rows.of("engine", Part.FORWARD, np.arange(ROWS), load.payload, "0")
+    message = Rows.of("engine", Part.FORWARD, np.arange(load.batch), load.payload, "0")
     pipe = BarePipe(encode(message, 0), to_child=True)
-    ours, peer, spent = [], [], []
+    ours, peer = Sides(), Sides()
     with served(load, keep=1, memory_limit="4GiB") as (pid, engine, trainer):
         for turn in range(rounds + 2):
             trainer.begin_step(turn)
-            with cpu_seconds(pid) as cpu:
-                ours.append(send(engine, load, turn))
-            peer.append(pipe.seconds(load.messages))
-            spent += cpu
+            with ours.measured(pid):
+                send(engine, load, turn)
+            with peer.measured(pipe.pid):
+                pipe.move(load.messages)
     pipe.close()
-    per_gb = statistics.median(spent[2:]) / (load.messages * load.payload.nbytes) * 1e9
-    first_fill = peer[0] / ours[0]
-    return ratios(
-        "ingest to memory", load, ours[2:], peer[2:], cpu_s_per_gb=per_gb, first_fill=first_fill
-    )
+    first_fill = peer.seconds[0] / ours.seconds[0]
+    return ratios("ingest to memory", load, ours.after(2), peer.after(2), first_fill=first_fill)
 
 
 def ingest_disk(load: Load, rounds: int, folder: Path) -> dict[str, Any]:
     """Ingest to disk, against writing the same bytes to a file with as many fsyncs."""
-    ours, peer, cadence = [], [], 0
-    directory = folder / "store"
-    with served(load, directory=directory, keep=1, memory_limit="256MiB") as (_, engine, trainer):
+    ours, peer, cadence = Sides(), Sides(), 0
+    directory = folder / str(load.payload.shape[1])
+    with served(load, directory=directory, keep=1, memory_limit="256MiB") as (pid, engine, trainer):
         for turn in range(rounds + 1):
             trainer.begin_step(turn)
             before = trainer.stats().commits
-            ours.append(send(engine, load, turn))
+            with ours.measured(pid):
+                send(engine, load, turn)
             cadence = trainer.stats().commits - before
-            data = load.payload.data
-            peer.append(write_and_sync(folder / "plain", data, load.messages, cadence))
+            with peer.measured(None):
+                write_and_sync(folder / "plain", load.payload.data, load.messages, cadence)
+            (folder / "plain").unlink()
     per_sync = load.messages * load.payload.nbytes / cadence / MIB
-    return ratios("ingest to disk", load, ours[1:], peer[1:], mib_per_sync=per_sync)
+    return ratios("ingest to disk", load, ours.after(1), peer.after(1), mib_per_sync=per_sync)
 
 
 def fetch_memory(load: Load, rounds: int) -> list[dict[str, Any]]:
@@ -158,70 +185,97 @@ def fetch_memory(load: Load, rounds: int) -> list[dict[str, Any]]:
     A decoded trajectory has one row in every message, a prompt has whole messages.
     """
     rows_of = {
-        "decoded": np.arange(load.messages) * ROWS,
+        "decoded": np.arange(load.messages) * load.batch,
         "prompt": np.arange(load.messages),
     }
     measured = []
     with served(load, memory_limit="4GiB") as (pid, engine, trainer):
         send(engine, load, 0)
         for kind, rows in rows_of.items():
-            names = [f"{kind}{number}" for number in range(ROWS)]
+            names = [f"{kind}{number}" for number in range(load.batch)]
             for number, name in enumerate(names):
                 own = rows + number * (1 if kind == "decoded" else load.messages)
                 engine.send_trajectory(name, 0, range(load.messages), own, "finished")
             engine.flush()
             page = trainer._ask(Fetch(names[0]), FetchReply)
-            pipe = BarePipe(encode(page, 0), to_child=False)
-            ours, peer, spent = [], [], []
+            frames = encode(page, 0)
+            sizes = sum(len(frame) for frame in frames)
+            pipe = BarePipe(frames, to_child=False)
+            ours, peer = Sides(), Sides()
             for _ in range(rounds + 1):
-                with cpu_seconds(pid) as cpu:
-                    started = time.perf_counter()
+                with ours.measured(pid):
                     for _ in trainer.fetch_all(names):
                         pass
-                    ours.append(time.perf_counter() - started)
-                peer.append(pipe.seconds(len(names)))
-                spent += cpu
+                with peer.measured(pipe.pid):
+                    pipe.move(load.rows * load.payload.shape[1] // sizes)
             pipe.close()
-            per_gb = statistics.median(spent[1:]) / (load.rows * load.payload.shape[1]) * 1e9
-            measured.append(ratios(f"fetch {kind}", load, ours[1:], peer[1:], cpu_s_per_gb=per_gb))
+            measured.append(ratios(f"fetch {kind}", load, ours.after(1), peer.after(1)))
     return measured
 
 
 def flat_cost(most: int) -> list[dict[str, Any]]:
-    """CPU of the daemon per row while it holds more and more rows: ingest, and fetch of 100,000."""
+    """CPU of the daemon per row while it holds more and more rows, over windows of equal size."""
     layout = RecordLayout(SMALL, (0,), (Site.FC1,))
-    payload = np.zeros((ROWS, layout.row_bytes(Part.FORWARD)), dtype=np.uint8)
-    load = Load("small rows", layout, payload, 0)
-    window, length = min(most, 1_000_000), 1000
+    payload = np.zeros((32, layout.row_bytes(Part.FORWARD)), dtype=np.uint8)
+    window, length = 6400, 100
     measured: list[dict[str, Any]] = []
-    with served(load, memory_limit="6GiB") as (pid, engine, trainer):
-        held = turn = 0
+    with served(Load("", layout, payload, 0), memory_limit="6GiB") as (pid, engine, trainer):
+        growth = Growth(engine, payload, length)
+        growth.to(window)
         for target in [10**power for power in range(4, 8) if 10**power <= most]:
-            with cpu_seconds(pid) as cpu:
-                began = held
-                while held < target:
-                    rows = np.arange(held, held + ROWS)
-                    engine.send_rows(Part.FORWARD, rows, payload, "v", copy=False)
-                    held += ROWS
-                    if held // (ROWS * length) > turn:
-                        for number in range(ROWS):
-                            own = turn * ROWS * length + number + np.arange(length) * ROWS
-                            engine.send_trajectory(
-                                f"{turn}.{number}", 0, range(length), own, "finished"
-                            )
-                        turn += 1
-                engine.flush()
-            stats = trainer.stats()
-            row = {"rows_held": held, "ingest_us_per_row": cpu[0] / (held - began) * 1e6}
-            if turn:
-                names = [f"{n % turn}.{n * 7 % ROWS}" for n in range(window // 10 // length * 10)]
-                with cpu_seconds(pid) as cpu:
-                    for _ in trainer.fetch_all(names):
-                        pass
-                row["fetch_us_per_row"] = cpu[0] / (len(names) * length) * 1e6
-            row["index_bytes_per_row"] = stats.index_bytes / held
-            measured.append({"measure": "cost per row", **row})
+            ingest, fetch = [], []
+            growth.to(target - window)
+            for _ in range(_WINDOWS if target > 10**4 else 1):
+                began, before = growth.held, cpu_seconds(pid)
+                growth.to(began + window)
+                ingest.append((cpu_seconds(pid) - before) / (growth.held - began))
+            # Each fetch reads other trajectories, from all that are held.
+            for turn in range(_WINDOWS):
+                step = max(1, len(growth.names) // 64)
+                names = growth.names[turn % step :: step][:64]
+                before = cpu_seconds(pid)
+                for _ in trainer.fetch_all(names):
+                    pass
+                fetch.append((cpu_seconds(pid) - before) / (len(names) * length))
+            measured.append(
+                {
+                    "measure": "cost per row",
+                    "rows_held": growth.held,
+                    "ingest_us_per_row": statistics.median(ingest) * 1e6,
+                    "fetch_us_per_row": statistics.median(fetch) * 1e6,
+                    "index_bytes_per_row": trainer.stats().index_bytes / growth.held,
+                }
+            )
     return measured
+
+
+class Growth:
+    """Rows of trajectories of ``length`` tokens, each row of a message of another trajectory."""
+
+    def __init__(self, engine: RecordProducer, payload: NDArray[np.uint8], length: int) -> None:
+        self._engine = engine
+        self._payload = payload
+        self._length = length
+        self.held = 0
+        self.names: list[str] = []
+
+    def to(self, target: int) -> None:
+        """Send rows until so many are held and acknowledged."""
+        batch = len(self._payload)
+        while self.held < target:
+            rows = np.arange(self.held, self.held + batch)
+            self._engine.send_rows(Part.FORWARD, rows, self._payload, "v", copy=False)
+            self.held += batch
+            if self.held % (batch * self._length) == 0:
+                self._finish(self.held - batch * self._length)
+        self._engine.flush()
+
+    def _finish(self, first: int) -> None:
+        batch = len(self._payload)
+        for number in range(batch):
+            own = first + number + np.arange(self._length) * batch
+            self.names.append(f"{first}.{number}")
+            self._engine.send_trajectory(self.names[-1], 0, range(self._length), own, "finished")
 
 
 def resident(load: Load, folder: Path, limit_mib: int) -> dict[str, Any]:
@@ -234,7 +288,7 @@ def resident(load: Load, folder: Path, limit_mib: int) -> dict[str, Any]:
             most = {name: max(most[name], now) for name, now in resident_bytes(pid).items()}
         names = [f"t{number}" for number in range(8)]
         for number, name in enumerate(names):
-            rows = np.arange(load.messages) * ROWS + number
+            rows = np.arange(load.messages) * load.batch + number
             engine.send_trajectory(name, 0, range(load.messages), rows, "finished")
         engine.flush()
         for name in names:
@@ -284,7 +338,9 @@ def main(
         measures = {
             "memory": lambda: [ingest_memory(load, rounds) for load in shapes],
             "disk": lambda: [ingest_disk(load, rounds, work) for load in shapes],
-            "fetch": lambda: [row for load in shapes for row in fetch_memory(load, rounds)],
+            "fetch": lambda: [
+                row for load in loads(2 * round_mib * MIB, 64) for row in fetch_memory(load, rounds)
+            ],
             "flat": lambda: flat_cost(most_rows),
             "resident": lambda: [resident(shapes[0], work, 1024)],
         }

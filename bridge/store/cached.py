@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from bridge.errors import StoreFull
 from bridge.store.base import Entry, Fill, Reader
 from bridge.store.disk import DiskStore
-from bridge.store.payloads import Payloads, cost
+from bridge.store.payloads import Payloads, cost, room_of
 
 
 class CachedStore:
@@ -23,7 +23,7 @@ class CachedStore:
 
     def append(self, entries: Sequence[Entry]) -> list[int]:
         """Write all entries in one synced transaction or raise StoreFull."""
-        if self._index_bytes > self._limit:
+        if self._index_bytes > room_of(self._limit):
             raise StoreFull(
                 f"the index of the bridge's records takes {self._index_bytes} bytes, more than "
                 "its memory limit; collect old steps (python -m bridge gc) or raise --memory-limit"
@@ -67,7 +67,7 @@ class CachedStore:
         self._disk.close()
 
     def _room(self) -> int:
-        return self._limit - self._index_bytes - self._recent.nbytes
+        return room_of(self._limit) - self._index_bytes - self._recent.nbytes
 
     def _make_room(self, needed: int) -> None:
         while len(self._recent) and self._room() < needed:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from bridge.errors import StoreFull
 from bridge.store.base import Entry, Fill, Reader
 from bridge.store.disk import DiskStore
-from bridge.store.payloads import Payloads, cost
+from bridge.store.payloads import Payloads, cost, room_of
 
 _SPILL_BYTES = 32 << 20
 
@@ -80,7 +80,7 @@ class MemoryStore:
             self._spill.close()
 
     def _make_room(self, needed: int) -> None:
-        room = self._limit - self._index_bytes
+        room = room_of(self._limit) - self._index_bytes
         if self._spill is not None and needed <= room:
             over = self._payloads.nbytes + needed - room
             if over > 0:

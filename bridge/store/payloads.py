@@ -8,6 +8,7 @@ from bridge.store.base import Held
 from bridge.wire.envelope import Buffer
 
 _SMALL_FRAME = 32 << 10
+_MOST_IN_TRANSIT = 192 << 20
 _OBJECT_BYTES = 1 << 10  # frame, view and place in the dict
 
 
@@ -50,6 +51,15 @@ class Payloads:
         """Let go of everything."""
         self._held.clear()
         self.nbytes = 0
+
+
+def room_of(limit_bytes: int) -> int:
+    """Return how much of a memory limit records and index may take.
+
+    The rest is for what is on its way: a turn's messages before they are held, a batch that LMDB
+    writes, pages that clients have not read yet.
+    """
+    return limit_bytes - min(limit_bytes // 8, _MOST_IN_TRANSIT)
 
 
 def cost(payload: Buffer | None) -> int:
