@@ -15,6 +15,8 @@ from bridge.wire import Ack, Dropped, Hello, Message, Rows, Step, Trajectory, We
 from bridge.wire.fields import wire_bytes
 
 Ingested = Hello | Rows | Trajectory | WeightDigests | Dropped | Step
+# What a message may add to the index before the memory limit is looked at again.
+_MUCH_INDEX = 256 << 10
 Answer = Callable[[bytes, Message, int], None]
 
 
@@ -59,10 +61,14 @@ class Ingest:
             self.duplicates += 1
             self._held[peer].append(seq)
             return
+        growth = self._catalog.growth(told)
+        if growth > _MUCH_INDEX:
+            self.commit()
+            self._require_room(growth)
         self._pending.append(Pending(peer, seq, told, _entry(message, told, seq)))
         self._pending_keys.add(key)
-        if isinstance(told, Hello):
-            self.commit()  # rows behind this hello are checked against it
+        if isinstance(told, Hello) or growth > _MUCH_INDEX:
+            self.commit()  # what follows is checked against it
 
     def commit(self) -> None:
         """Store, index and acknowledge what is pending; refuse what the store has no room for."""
@@ -77,6 +83,18 @@ class Ingest:
         for peer, seqs in self._held.items():
             self._answer(peer, Ack(tuple(seqs)), seqs[0])
         self._held.clear()
+
+    def _require_room(self, growth: int) -> None:
+        """Raise StoreFull if the index would grow beyond the memory limit."""
+        limit, held = self._store.fill().memory_limit, self._catalog.nbytes()
+        if limit and held + growth > limit:
+            self.full = True
+            raise StoreFull(
+                f"the index of the bridge's records takes {held} bytes and this message would add "
+                f"{growth}, more than its memory limit of {limit}; number rows and positions "
+                "without large gaps, collect old steps (python -m bridge gc) or raise "
+                "--memory-limit"
+            )
 
     def _hold_or_refuse(self, pending: Pending) -> None:
         """A batch that does not fit may hold messages that do."""

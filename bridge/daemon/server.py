@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 _POLL_MS = 200
 _WAITING_POLL_MS = 2
+# Questions whose answers wait for a client to read those before.
+LARGELY_ANSWERED = (Fetch, List, Digests)
 # Questions of clients that do not read; beyond them the oldest are given up.
 _MOST_WAITING = 1024
 _TURN_MESSAGES = 256
@@ -85,7 +87,7 @@ class Daemon:
             self._poller.register(awaited, zmq.POLLIN)
         gather = Gather(store)
         self._outbox = Outbox(self._socket)
-        self._waiting: deque[tuple[bytes, Fetch, int]] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[tuple[bytes, Message, int]] = deque(maxlen=_MOST_WAITING)
         self._ingest = Ingest(store, catalog, self._outbox.send)
         self._fetching = Fetching(catalog, gather)
         self._retention = Retention(store, catalog, policy or Policy())
@@ -134,7 +136,7 @@ class Daemon:
             message, seq = decode(frames)
             if isinstance(message, Ingested):
                 self._ingest.take(peer, message, seq)
-            elif isinstance(message, Fetch) and not self._outbox.has_room(peer):
+            elif isinstance(message, LARGELY_ANSWERED) and not self._outbox.has_room(peer):
                 self._waiting.append((peer, message, seq))
             else:
                 self._answer(peer, message, seq)
@@ -155,11 +157,11 @@ class Daemon:
     def _answer_waiting(self) -> None:
         """Answer the clients that have read enough of what they asked for before."""
         for _ in range(len(self._waiting)):
-            peer, fetch, seq = self._waiting.popleft()
+            peer, question, seq = self._waiting.popleft()
             if self._outbox.has_room(peer):
-                self._answer(peer, fetch, seq)
+                self._answer(peer, question, seq)
             else:
-                self._waiting.append((peer, fetch, seq))
+                self._waiting.append((peer, question, seq))
 
     def _reply(self, message: Message) -> Message:
         match message:
