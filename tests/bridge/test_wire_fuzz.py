@@ -37,8 +37,7 @@ def _parsed(frames: list[bytes]) -> Message | None:
     """Return the message, None if it is refused; any other exception is the test's failure."""
     try:
         return decode(frames)[0]
-    except (CorruptMessage, SchemaMismatch) as error:
-        assert 0 < len(str(error)) < 10_000
+    except (CorruptMessage, SchemaMismatch):
         return None
 
 
@@ -70,9 +69,8 @@ def headed(draw: st.DrawFn) -> list[bytes]:
     """Any bytes, or damaged msgpack, as a header under its right checksum."""
     packed = draw(st.binary(max_size=300) | st.builds(msgpack.packb, _VALUES))
     if draw(st.booleans()):
-        whole = bytearray(bytes(seal("ping", 0, draw(st.sampled_from(EXAMPLES)).body(), [])[0]))[
-            20:
-        ]
+        message = draw(st.sampled_from(EXAMPLES))
+        whole = bytearray(seal(message.KIND, 0, message.body(), [])[0])[_PREAMBLE.size :]
         for _ in range(draw(st.integers(1, 4))):
             whole[draw(st.integers(0, len(whole) - 1))] = draw(st.integers(0, 255))
         packed = bytes(whole)
