@@ -9,6 +9,7 @@ from pathlib import Path
 import zmq
 
 from bridge.keys import ClientKeys
+from bridge.wire import MAX_FRAME_BYTES
 
 # Which of them a side sees that expects keys of one that has none depends on who hangs up first.
 _FAILURES = (
@@ -66,6 +67,7 @@ class Dialer:
     def _dealer(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.SNDHWM, 0)  # who sends bounds in bytes what is on its way
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         if "[" in self.endpoint:

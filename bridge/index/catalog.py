@@ -21,8 +21,8 @@ from bridge.wire import Block, Dropped, Hello, Step, Trajectory, WeightDigests
 
 Told = Hello | Block | Trajectory | WeightDigests | Dropped | Step
 PARTS = tuple(Part)
-_OBJECT_BYTES = 256
-_ENGINE_BYTES = 16 << 10
+_OBJECT_BYTES = 200
+_ENGINE_BYTES = 1 << 10
 
 
 class UnknownEngine(TraceError):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOKEN_SCALE_BYTES = 4
-MAX_ROW_BYTES = 1 << 26
+MAX_ROW_BYTES = 1 << 24
 # Far more than models have; the fields of a layout are listed in memory.
 MAX_FIELDS = 1 << 14
 

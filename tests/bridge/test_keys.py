@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -24,6 +26,42 @@ from bridge.keys import BridgeKeys, ClientKeys, InvalidKeys, make_keys
 from bridge.layout import Part, RecordLayout
 from bridge.producer import RecordProducer
 from bridge.wire import Stats, StatsReply, encode
+
+
+class Tap:
+    """A port that passes one connection on to another and keeps what is sent there."""
+
+    def __init__(self, port: int) -> None:
+        self.heard = b""
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._far = socket.create_connection(("127.0.0.1", port))
+        self._threads: list[threading.Thread] = []
+        self.endpoint = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+
+    def __enter__(self) -> Tap:
+        self._threads.append(threading.Thread(target=self._accept))
+        self._threads[0].start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.close()
+        for thread in self._threads:
+            thread.join(timeout=10)
+        self._far.close()
+
+    def _accept(self) -> None:
+        near, _ = self._server.accept()
+        with near:
+            back = threading.Thread(target=self._pass, args=(self._far, near, False))
+            back.start()
+            self._pass(near, self._far, True)
+            self._far.shutdown(socket.SHUT_RDWR)
+            back.join()
+
+    def _pass(self, source: socket.socket, sink: socket.socket, keep: bool) -> None:
+        while chunk := source.recv(1 << 16):
+            self.heard += chunk if keep else b""
+            sink.sendall(chunk)
 
 
 @pytest.fixture
@@ -85,6 +123,26 @@ def test_clients_with_keys_write_and_read_records(
     )
     assert '"trajectory": "t"' in shown.stdout
     assert _stats(guarded, keys).refused_peers == 0
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_records_are_not_to_be_read_on_the_wire_with_keys_and_are_without(
+    serve_process: Callable[..., str], keys: Path, layout: RecordLayout, encrypted: bool
+) -> None:
+    options = ["--keys", str(keys / "bridge.keys")] if encrypted else []
+    endpoint = serve_process("--endpoint", "tcp://127.0.0.1:0", *options)
+    secret = np.frombuffer(b"a record that nobody else reads!" * 64, dtype=np.uint8)
+    payload = np.resize(secret, (3, layout.row_bytes(Part.FORWARD)))
+    with (
+        Tap(int(endpoint.rpartition(":")[2])) as tap,
+        RecordProducer(tap.endpoint, keys=keys / "rollout.keys" if encrypted else None) as producer,
+    ):
+        producer.hello("engine-name", layout)
+        producer.send_rows(Part.FORWARD, range(3), payload, "v")
+        producer.flush()
+    assert len(tap.heard) > payload.nbytes
+    assert (b"nobody else reads" in tap.heard) is not encrypted
+    assert (b"engine-name" in tap.heard) is not encrypted
 
 
 def _unknown(folder: Path, keys: Path) -> Path:
