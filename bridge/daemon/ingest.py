@@ -16,7 +16,7 @@ from bridge.wire.fields import wire_bytes
 
 Ingested = Hello | Rows | Trajectory | WeightDigests | Dropped | Step
 # What a message may add to the index before the memory limit is looked at again.
-_MUCH_INDEX = 256 << 10
+_MUCH_INDEX = 512 << 10
 Answer = Callable[[bytes, Message, int], None]
 
 
@@ -62,12 +62,13 @@ class Ingest:
             self._held[peer].append(seq)
             return
         growth = self._catalog.growth(told)
-        if growth > _MUCH_INDEX:
+        alone = isinstance(told, Hello) or growth > _MUCH_INDEX
+        if alone:
             self.commit()
             self._require_room(growth)
         self._pending.append(Pending(peer, seq, told, _entry(message, told, seq)))
         self._pending_keys.add(key)
-        if isinstance(told, Hello) or growth > _MUCH_INDEX:
+        if alone:
             self.commit()  # what follows is checked against it
 
     def commit(self) -> None:
@@ -85,7 +86,7 @@ class Ingest:
         self._held.clear()
 
     def _require_room(self, growth: int) -> None:
-        """Raise StoreFull if the index would grow beyond the memory limit."""
+        """Reserve memory for the index; raise StoreFull if it would grow beyond the limit."""
         limit, held = self._store.fill().memory_limit, self._catalog.nbytes()
         if limit and held + growth > limit:
             self.full = True
@@ -95,6 +96,7 @@ class Ingest:
                 "without large gaps, collect old steps (python -m bridge gc) or raise "
                 "--memory-limit"
             )
+        self._store.reserve(held + growth)
 
     def _hold_or_refuse(self, pending: Pending) -> None:
         """A batch that does not fit may hold messages that do."""
@@ -103,6 +105,7 @@ class Ingest:
         except StoreFull as error:
             self.full = True
             self.refused += 1
+            self._store.reserve(self._catalog.nbytes())
             self._answer(pending.peer, refusal(error), pending.seq)
 
     def _hold(self, batch: list[Pending]) -> None:

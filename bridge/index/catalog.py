@@ -118,6 +118,8 @@ class Catalog:
         A row number or a position far from those before takes much more than it has bytes.
         """
         match told:
+            case Hello():
+                return 0 if told.engine_id in self.engines else _bytes_of(told)
             case Block():
                 return self.engines[told.engine_id].maps[told.part].growth(told.rows)
             case Trajectory():

@@ -21,7 +21,7 @@ from bridge.pages import join
 from bridge.producer import RecordProducer
 from bridge.refusal import refusal
 from bridge.store import MemoryStore, Store
-from bridge.wire import Error, FetchReply, Message, Ping, Pong, decode, encode
+from bridge.wire import Ack, Error, FetchReply, Hello, Message, Ping, Pong, decode, encode
 from bridge.wire import envelope as wire
 from bridge.wire.envelope import checksum, seal
 from tests.bridge.test_wire import EXAMPLES
@@ -198,6 +198,26 @@ def test_rows_and_positions_far_apart_cannot_take_more_than_the_memory_limit(
         stats = client.stats()
         assert stats.full
         assert stats.index_bytes + stats.memory_bytes <= limit
+
+
+def test_engines_cannot_introduce_themselves_beyond_the_memory_limit(
+    serve: Callable[[Store], str], layout: RecordLayout
+) -> None:
+    limit = 1 << 20
+    endpoint = serve(MemoryStore(limit))
+    model = {str(number): "x" * 1000 for number in range(64)}
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(endpoint)
+    for number in range(100):
+        socket.send_multipart(encode(Hello(f"engine {number}", layout, {}, model), 0))
+    answers = [decode(socket.recv_multipart())[0] for _ in range(100)]
+    context.destroy(linger=0)
+    with TraceClient(endpoint) as client:
+        stats = client.stats()
+    assert 0 < stats.engines == sum(isinstance(answer, Ack) for answer in answers) < 100
+    assert {answer.code for answer in answers if isinstance(answer, Error)} == {"StoreFull"}
+    assert stats.index_bytes <= limit
 
 
 def test_pins_are_bounded_in_number(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
