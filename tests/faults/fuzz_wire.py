@@ -7,9 +7,6 @@ Anything but CorruptMessage and SchemaMismatch out of the parser, anything at al
 an input that takes 20 s and an allocation beyond the limit below end the run, and the input stays
 as a file. Options of libFuzzer follow the folder of the corpus, which is filled on the first run.
 
-atheris (3.0) itself keeps what it sees compared, about 100 MB in a million inputs; libFuzzer ends a
-run that takes 2 GiB, so begin anew after ten million (-runs=10000000), with the same corpus.
-
 The first byte of an input says how the rest is read: as a header to put under a right checksum, as
 the fields and frames of a message, as changes to the fields of a valid message, or as frames.
 """
@@ -17,6 +14,7 @@ the fields and frames of a message, as changes to the fields of a valid message,
 from __future__ import annotations
 
 import copy
+import logging
 import resource
 import struct
 import sys
@@ -25,18 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import atheris
+import msgpack
 
 with atheris.instrument_imports(include=["bridge"]):
-    from bridge.daemon import Daemon
     from bridge.errors import CorruptMessage, SchemaMismatch
-    from bridge.store import MemoryStore
     from bridge.wire import MESSAGES, SCHEMA_VERSION, Hello, decode
     from bridge.wire.envelope import Buffer, checksum, seal
 
-import logging
-
-import msgpack
-
+# Behind the parser arrays are compared, and atheris (3.0) keeps every such result that it sees.
+from bridge.daemon import Daemon
+from bridge.store import MemoryStore
 from tests.bridge.test_wire import EXAMPLES
 
 MOST_ADDRESS_SPACE = 4 << 30
