@@ -190,13 +190,13 @@ def missing(bridge: str) -> dict[str, int]:
     """What a capturing server's bridge holds and lacks."""
     time.sleep(0.5)  # what the shipper has not sent yet
     with TraceClient(bridge) as client:
-        told = list(client.list_trajectories())
+        told, stats = list(client.list_trajectories()), client.stats()
         return {
             "trajectories": len(told),
             "rows": sum(each.rows for each in told),
             "rows_missing": sum(each.missing_forward for each in told),
-            "stored_rows": client.stats().forward_rows,
-            "stored_bytes": client.stats().used_bytes,
+            "stored_rows": stats.forward_rows,
+            "stored_bytes": stats.memory_bytes + stats.disk_bytes,
         }
 
 

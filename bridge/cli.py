@@ -1,4 +1,4 @@
-"""Command line of the bridge: serve it, inspect it, collect what is old.
+"""Command line of the bridge: serve it, inspect it, collect what is old, make keys.
 
 What only one command needs is imported there: a daemon should start in a fraction of a second.
 """
@@ -15,7 +15,7 @@ import typer
 
 from bridge.errors import TraceError
 from bridge.observe.logs import LogFormat, Logging, LogLevel
-from bridge.serving import Limits, serve_until_stopped
+from bridge.serving import Access, Limits, serve_until_stopped
 from bridge.wire import Policy
 
 app = typer.Typer(
@@ -47,14 +47,35 @@ ExpireOption = Annotated[
         "--expire", min=0, help="Give up unfinished trajectories without news.", metavar="SECONDS"
     ),
 ]
+KeysOption = Annotated[
+    Path | None,
+    typer.Option("--keys", help="This client's key file (see `keys`).", metavar="FILE"),
+]
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5601"
 
 
 @app.command()
 def serve(
     endpoint: Annotated[
-        str, typer.Option(help="Where to listen: a loopback address; port 0 takes a free port.")
+        str,
+        typer.Option(
+            help="Where to listen; other than loopback only with --keys. Port 0 takes a free port."
+        ),
     ] = DEFAULT_ENDPOINT,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            "--keys",
+            help="Encrypt, and let only this file's clients in (see `keys`).",
+            metavar="FILE",
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure", help="Listen beyond loopback without keys: anybody can read and write."
+        ),
+    ] = False,
     directory: DirOption = None,
     disk_limit: Annotated[
         str, typer.Option(help="Most that the files may take.", metavar="SIZE")
@@ -92,6 +113,7 @@ def serve(
     with _one_sentence_errors():
         serve_until_stopped(
             endpoint,
+            Access(keys, insecure),
             Limits(directory, spill, memory_limit, disk_limit),
             Policy(keep, max_version_diff, expire),
             Logging(log_level, log_format),
@@ -106,6 +128,7 @@ def gc(
     keep: KeepOption = None,
     max_version_diff: VersionDiffOption = None,
     expire: ExpireOption = None,
+    keys: KeysOption = None,
 ) -> None:
     """Give up old records of a running bridge now; pinned trajectories stay."""
     from bridge.client import TraceClient
@@ -114,7 +137,7 @@ def gc(
         policy = Policy(keep, max_version_diff, expire)
         if policy == Policy():
             raise TraceError("gc needs --keep, --max-version-diff or --expire to know what is old")
-        with TraceClient(endpoint) as client:
+        with TraceClient(endpoint, keys=keys) as client:
             done = client.gc(policy)
         print(f"gave up {done.trajectories} trajectories and {done.rows} rows")
 
@@ -126,6 +149,7 @@ def inspect(
     ] = "",
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     directory: DirOption = None,
+    keys: KeysOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
     """List trajectories, rows and bytes of a running bridge, or of a --dir without one."""
@@ -133,7 +157,7 @@ def inspect(
 
     with _one_sentence_errors():
         if directory is None:
-            inspection = inspect_endpoint(endpoint, trajectory)
+            inspection = inspect_endpoint(endpoint, trajectory, keys)
         else:
             inspection = inspect_directory(directory, trajectory)
         print(to_json(inspection)) if as_json else render(inspection)
@@ -163,6 +187,25 @@ def top(
         all_answer = show_json(watch) if as_json else show_once(watch)
         if not all_answer:
             raise typer.Exit(1)
+
+
+@app.command(name="keys")
+def make_key_files(
+    directory: Annotated[Path, typer.Argument(help="Folder of the files.", metavar="DIR")],
+    clients: Annotated[
+        list[str], typer.Argument(help="Names, such as: rollout trainer.", metavar="CLIENT...")
+    ],
+) -> None:
+    """Make key files for a bridge and its clients, or for further clients of a bridge.
+
+    DIR/bridge.keys stays with the bridge (serve --keys); every DIR/CLIENT.keys goes to its client.
+    A bridge reads its file at start.
+    """
+    from bridge.keys import make_keys
+
+    with _one_sentence_errors():
+        for file in make_keys(directory, clients):
+            print(file)
 
 
 @contextmanager

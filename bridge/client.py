@@ -5,6 +5,7 @@ Shapes: T = positions.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator
 from types import TracebackType
@@ -45,14 +46,22 @@ class TokenMismatch(TraceError):
 class TraceClient:
     """A connection to a bridge that answers questions; use it from one thread.
 
+    ``keys`` is this client's key file (`bridge.keys`), for a bridge that serves with keys.
+
     Every question may raise BridgeUnreachable after ``timeout_s`` without an answer and
     SchemaMismatch when the bridge runs another version.
     """
 
-    def __init__(self, endpoint: str, *, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        keys: str | os.PathLike[str] | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:
         self.endpoint = endpoint
         self._timeout_s = timeout_s
-        self._connection = Connection(endpoint)
+        self._connection = Connection(endpoint, keys)
 
     # --- records
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from typing import TypeVar
 
 import zmq
 
+from bridge.dialer import Dialer
 from bridge.errors import BridgeUnreachable, CorruptMessage
 from bridge.refusal import exception
 from bridge.wire import Error, Message, decode, encode
@@ -18,10 +20,10 @@ Reply = TypeVar("Reply", bound=Message)
 class Connection:
     """A socket for one thread; ``end`` is always a monotonic time."""
 
-    def __init__(self, endpoint: str) -> None:
-        self.endpoint = endpoint
+    def __init__(self, endpoint: str, keys: str | os.PathLike[str] | None = None) -> None:
+        self._dialer = Dialer(endpoint, keys)
         self._context = zmq.Context()
-        self._socket = self._connect()
+        self._socket = self._dialer.dial(self._context)
         self._next_seq = 0
         self._due: dict[int, Message | None] = {}
 
@@ -66,8 +68,7 @@ class Connection:
             if not self._socket.poll(max(0, int((end - time.monotonic()) * 1000))):
                 self._start_anew()
                 raise BridgeUnreachable(
-                    f"no bridge answers at {self.endpoint}; start it: python -m bridge serve "
-                    f"--endpoint {self.endpoint}"
+                    f"no bridge answers at {self._dialer.endpoint}; {self._dialer.remedy()}"
                 )
             frames = self._socket.recv_multipart(copy=False)
             message, answered = decode([frame.buffer for frame in frames])
@@ -81,10 +82,4 @@ class Connection:
     def _start_anew(self) -> None:
         self._due.clear()
         self._socket.close(linger=0)
-        self._socket = self._connect()
-
-    def _connect(self) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(self.endpoint)
-        return socket
+        self._socket = self._dialer.dial(self._context)

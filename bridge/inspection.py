@@ -33,9 +33,9 @@ class Inspection:
     trajectories: list[TrajectorySummary]
 
 
-def inspect_endpoint(endpoint: str, prefix: str) -> Inspection:
+def inspect_endpoint(endpoint: str, prefix: str, keys: Path | None = None) -> Inspection:
     """Ask a running bridge; raise BridgeUnreachable."""
-    with TraceClient(endpoint, timeout_s=10.0) as client:
+    with TraceClient(endpoint, keys=keys, timeout_s=10.0) as client:
         stats = client.stats()
         return Inspection(
             endpoint,

@@ -5,6 +5,7 @@ Shapes: T = positions asked for, P = positions of a page.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,8 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bridge.errors import CorruptMessage, TraceError
 from bridge.records import TrajectoryRecords
 from bridge.wire import FetchReply
+
+# Token, two flags and two table indices.
+_POSITION_BYTES = 14
 
 
 def join(pages: Iterator[FetchReply], stop: int | None) -> TrajectoryRecords:
@@ -21,10 +26,14 @@ def join(pages: Iterator[FetchReply], stop: int | None) -> TrajectoryRecords:
 
     The tensors are made for all positions when the first page is there, and every page is copied
     while the next ones travel. ``stop`` is the fetch's.
+
+    Raises:
+        TraceError: they do not fit this machine's memory.
     """
     first = next(pages)
     end = first.length if stop is None else min(stop, first.length)
     total = max(end - first.start, len(first.tokens))
+    _require_memory(total, first)
     tokens = torch.empty(total, dtype=torch.int32)
     forward = torch.empty(total, first.forward.shape[1], dtype=torch.uint8)
     kv = torch.empty(total, first.kv.shape[1], dtype=torch.uint8)
@@ -34,6 +43,8 @@ def join(pages: Iterator[FetchReply], stop: int | None) -> TrajectoryRecords:
     page: FetchReply | None = first
     while page is not None:
         here = slice(at, at + len(page.tokens))
+        if here.stop > total or page.layout != first.layout:
+            raise CorruptMessage("a page is none of those that were asked for; fetch again")
         tokens.numpy()[here] = page.tokens
         forward.numpy()[here], kv.numpy()[here] = page.forward, page.kv
         forward_valid.numpy()[here], kv_valid.numpy()[here] = page.forward_valid, page.kv_valid
@@ -58,6 +69,17 @@ def join(pages: Iterator[FetchReply], stop: int | None) -> TrajectoryRecords:
         engine_ids=engines.names,
         engine_index=engines.index_T,
     )
+
+
+def _require_memory(total: int, page: FetchReply) -> None:
+    """Raise TraceError if so many positions are more than this machine has room for."""
+    needed = total * (page.layout.bytes_per_token() + _POSITION_BYTES)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise TraceError(
+            f"{total} positions of trajectory {page.trajectory!r} take {needed} bytes and this "
+            f"machine has {memory}; fetch a part of them (start, stop) or fewer layers and sites"
+        )
 
 
 class _NameTable:

@@ -6,6 +6,7 @@ Shapes: n = rows of one call, R = bytes of a row, T = tokens.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ import numpy as np
 import zmq
 from numpy.typing import ArrayLike
 
+from bridge.dialer import Dialer
 from bridge.errors import BridgeUnreachable, StoreFull, TraceError
 from bridge.index import UnknownEngine
 from bridge.layout import Part, RecordLayout
@@ -67,6 +69,8 @@ _NOTHING = _Unacknowledged([], 0, None, 0)
 class RecordProducer:
     """One engine's connection to a bridge; use it from one thread.
 
+    ``keys`` is this client's key file (`bridge.keys`), for a bridge that serves with keys.
+
     Every message is kept until it is acknowledged and sent again after ``resend_after_s`` without
     progress, also to a daemon that was restarted at the same endpoint, and while its store is full.
     At most ``window_bytes`` are kept (or one message, if larger). A call that would exceed them
@@ -86,6 +90,7 @@ class RecordProducer:
         self,
         endpoint: str,
         *,
+        keys: str | os.PathLike[str] | None = None,
         window_bytes: int = 64 << 20,
         resend_after_s: float = 2.0,
         deadline_s: float = 30.0,
@@ -110,8 +115,9 @@ class RecordProducer:
         self._told_dropped = 0
         self._telling_dropped: int | None = None
         self._progress_at = self._resent_at = time.monotonic()
+        self._dialer = Dialer(endpoint, keys)
         self._context = zmq.Context()
-        self._socket = self._connect()
+        self._socket = self._dialer.dial(self._context)
 
     # --- what an engine says
 
@@ -357,21 +363,13 @@ class RecordProducer:
 
     # --- the socket
 
-    def _connect(self) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.SNDHWM, 0)  # the window bounds what is queued, in bytes
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        socket.connect(self.endpoint)
-        return socket
-
     def _resend(self) -> None:
         """Send the hello and everything unacknowledged over a new connection.
 
         A new one, because the queue of the old one may hold copies of the same messages.
         """
         self._socket.close(linger=0)
-        self._socket = self._connect()
+        self._socket = self._dialer.dial(self._context)
         for frames in (self._hello, *(kept.frames for kept in self._kept.values())):
             self._socket.send_multipart(frames, copy=False)
         self._refused.clear()
@@ -380,6 +378,5 @@ class RecordProducer:
     def _unreachable(self, waited_s: float) -> BridgeUnreachable:
         return BridgeUnreachable(
             f"no bridge acknowledged anything at {self.endpoint} for {waited_s:g} s "
-            f"({len(self._kept)} messages wait); start it: python -m bridge serve "
-            f"--endpoint {self.endpoint}"
+            f"({len(self._kept)} messages wait); {self._dialer.remedy()}"
         )

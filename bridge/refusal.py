@@ -12,6 +12,7 @@ from bridge.errors import (
 from bridge.index import UnknownEngine
 from bridge.layout import LayoutError
 from bridge.wire import Error
+from bridge.wire.answer import MAX_SENTENCE_CHARS
 
 _BY_CODE = {
     kind.__name__: kind
@@ -28,7 +29,7 @@ _BY_CODE = {
 
 def refusal(error: TraceError) -> Error:
     """Return the message that carries an error."""
-    return Error(type(error).__name__, str(error))
+    return Error(type(error).__name__, str(error)[:MAX_SENTENCE_CHARS])
 
 
 def exception(refused: Error) -> TraceError:

@@ -13,6 +13,8 @@ from pathlib import Path
 from bridge.daemon import Daemon
 from bridge.daemon.heap import keep_freed_memory
 from bridge.embedded import READY
+from bridge.errors import TraceError
+from bridge.keys import BridgeKeys
 from bridge.observe.logs import Event, Logging, event
 from bridge.observe.status import Status
 from bridge.sizes import parse_size
@@ -37,8 +39,26 @@ class Limits:
     disk: str
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may reach the bridge: the clients of a key file, or with ``insecure`` anybody.
+
+    Neither: processes of this machine.
+    """
+
+    keys: Path | None
+    insecure: bool
+
+    def bridge_keys(self) -> BridgeKeys | None:
+        """Read the key file; raise InvalidKeys."""
+        if self.keys is not None and self.insecure:
+            raise TraceError("--keys and --insecure contradict each other; give one of them")
+        return None if self.keys is None else BridgeKeys.load(self.keys)
+
+
 def serve_until_stopped(
     endpoint: str,
+    access: Access,
     limits: Limits,
     policy: Policy,
     logs: Logging,
@@ -48,10 +68,11 @@ def serve_until_stopped(
     """Serve until SIGTERM, SIGINT or the end of the parent; raise TraceError if it cannot start."""
     logs.start()
     keep_freed_memory()
+    keys = access.bridge_keys()
     store = _store(limits)
     try:
         with (
-            closing(Daemon(endpoint, store, policy)) as daemon,
+            closing(Daemon(endpoint, store, policy, keys=keys, insecure=access.insecure)) as daemon,
             _status_page(http, daemon.monitor.newest) as url,
         ):
             stop = StopSignal(parent)

@@ -266,7 +266,9 @@ def start(model_runner: Any, config: TraceConfig, layout: RecordLayout, max_rows
         Ledger(pool.size + pool.page_size, device),
         Staging(layout, max_rows, device),
         Shipper(
-            lambda: RecordProducer(config.bridge, overflow=config.on_overflow),
+            lambda: RecordProducer(
+                config.bridge, keys=config.bridge_keys or None, overflow=config.on_overflow
+            ),
             introduce,
             layout,
             config.on_overflow,

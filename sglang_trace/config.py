@@ -38,6 +38,7 @@ class TraceConfig:
     bits     low bits kept of each code word, 1 to 4
     on_overflow   what happens to records that the bridge does not take in time
     failure_file  where a process of the server writes the sentence that ended it
+    bridge_keys   this client's key file, empty for a bridge without keys
     """
 
     bridge: str
@@ -46,6 +47,7 @@ class TraceConfig:
     bits: int = 1
     on_overflow: Overflow = Overflow.BLOCK
     failure_file: str = ""
+    bridge_keys: str = ""
 
     def layout(self, shape: ModelShape) -> RecordLayout:
         """Return the record layout for a model."""
@@ -85,6 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace-bridge",
         metavar="ENDPOINT",
         help="Bridge daemon, such as tcp://127.0.0.1:7707. Default: one of the server's own.",
+    )
+    group.add_argument(
+        "--trace-bridge-keys",
+        metavar="FILE",
+        help="Key file for --trace-bridge, made by `python -m bridge keys`.",
     )
     group.add_argument(
         "--trace-dir",

@@ -92,6 +92,7 @@ def capture_and_serve(options: argparse.Namespace, server_arguments: list[str]) 
             bits=options.trace_bits,
             on_overflow=options.trace_on_overflow,
             failure_file=str(Path(scratch) / "failure"),
+            bridge_keys=options.trace_bridge_keys or "",
         )
         status = serve(server_arguments, config.to_environment())
         failure = Path(config.failure_file)
@@ -106,18 +107,25 @@ def bridge_for(options: argparse.Namespace) -> Iterator[str]:
 
     Raises:
         BridgeUnreachable: none answers at --trace-bridge, or the own one did not start.
-        InvalidOption: --trace-dir together with --trace-bridge.
+        InvalidOption: --trace-dir together with --trace-bridge, or keys without it.
+        InvalidKeys: the key file cannot be used.
     """
+    keys = options.trace_bridge_keys
     if options.trace_bridge is not None:
         if options.trace_dir is not None:
             raise InvalidOption(
                 "--trace-dir is for the server's own bridge: give --dir to the bridge at "
                 "--trace-bridge instead."
             )
-        with TraceClient(options.trace_bridge, timeout_s=BRIDGE_TIMEOUT_S) as client:
+        with TraceClient(options.trace_bridge, keys=keys, timeout_s=BRIDGE_TIMEOUT_S) as client:
             client.ping()
         yield options.trace_bridge
         return
+    if keys is not None:
+        raise InvalidOption(
+            "--trace-bridge-keys is for another machine's bridge: name it with --trace-bridge; "
+            "the server's own bridge is on loopback and needs no keys."
+        )
     own = embedded.start(options.trace_dir)
     print(f"bridge ready {own.endpoint}", flush=True)
     try:

@@ -112,7 +112,7 @@ class Fetching:
         return _PartOfPage(rows, valid, versions_T)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _narrowed(
     full: RecordLayout, layers: tuple[int, ...] | None, sites: tuple[Site, ...] | None
 ) -> RecordLayout:

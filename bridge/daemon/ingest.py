@@ -22,6 +22,8 @@ from bridge.wire.fields import wire_bytes
 log = logging.getLogger(__name__)
 
 Ingested = Hello | Rows | Trajectory | WeightDigests | Dropped | Step
+# What a message may add to the index before the memory limit is looked at again.
+_MUCH_INDEX = 512 << 10
 Answer = Callable[[bytes, Message, int], None]
 
 
@@ -73,10 +75,15 @@ class Ingest:
             self.duplicates += 1
             self._held[peer].append(seq)
             return
+        growth = self._catalog.growth(told)
+        alone = isinstance(told, Hello) or growth > _MUCH_INDEX
+        if alone:
+            self.commit()
+            self._require_room(growth)
         self._pending.append(Pending(peer, seq, told, _entry(message, told, seq), now))
         self._pending_keys.add(key)
-        if isinstance(told, Hello):
-            self.commit()  # rows behind this hello are checked against it
+        if alone:
+            self.commit()  # what follows is checked against it
 
     def waiting(self, now: float) -> Waiting:
         """Return what is not acknowledged at monotonic time ``now``; any thread may ask."""
@@ -105,6 +112,19 @@ class Ingest:
         self._held.clear()
         self._storing = []
 
+    def _require_room(self, growth: int) -> None:
+        """Reserve memory for the index; raise StoreFull if it would grow beyond the limit."""
+        limit, held = self._store.fill().memory_limit, self._catalog.nbytes()
+        if limit and held + growth > limit:
+            self.full = True
+            raise StoreFull(
+                f"the index of the bridge's records takes {held} bytes and this message would add "
+                f"{growth}, more than its memory limit of {limit}; number rows and positions "
+                "without large gaps, collect old steps (python -m bridge gc) or raise "
+                "--memory-limit"
+            )
+        self._store.reserve(held + growth)
+
     def _hold_or_refuse(self, pending: Pending) -> None:
         """A batch that does not fit may hold messages that do."""
         try:
@@ -114,6 +134,7 @@ class Ingest:
                 log.warning("%s", error, extra=event(Event.STORE_FULL))
             self.full = self._told_full = True
             self._flow.refuse(error)
+            self._store.reserve(self._catalog.nbytes())
             self._answer(pending.peer, refusal(error), pending.seq)
 
     def _tell_of_room(self, batch: list[Pending]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bridge.daemon.flow import Flow
 from bridge.daemon.gather import Gather
+from bridge.daemon.guard import Guard
 from bridge.daemon.ingest import Ingest
 from bridge.daemon.retention import Retention
 from bridge.index import Catalog
@@ -27,6 +28,7 @@ class Census:
         retention: Retention,
         flow: Flow,
         damaged_entries: int,
+        guard: Guard | None,
     ) -> None:
         self._store = store
         self._catalog = catalog
@@ -35,6 +37,7 @@ class Census:
         self._retention = retention
         self._flow = flow
         self._damaged_entries = damaged_entries
+        self._guard = guard
 
     def list(self, asked: List) -> ListReply:
         """Return one page of summaries in the order in which trajectories were first told of."""
@@ -69,6 +72,7 @@ class Census:
             commits=self._ingest.commits,
             duplicates=self._ingest.duplicates,
             refused=self._flow.refused.total(),
+            refused_peers=0 if self._guard is None else self._guard.refused,
             corrupt_rows=self._gather.corrupt_rows,
             damaged_entries=self._damaged_entries,
         )

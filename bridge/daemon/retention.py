@@ -17,6 +17,7 @@ from bridge.wire import GcReply, Pin, Policy
 
 log = logging.getLogger(__name__)
 
+_MOST_PINS = 1 << 16
 _EXPIRY_PERIOD_S = 1.0
 
 
@@ -35,6 +36,11 @@ class Retention:
 
     def pin(self, asked: Pin) -> None:
         """Hold trajectories for a while, or let them go; a lease outlives no reader for long."""
+        if asked.lease_s and len(self._pins() | set(asked.trajectories)) > _MOST_PINS:
+            raise StoreFull(
+                f"{_MOST_PINS} trajectories can be pinned at a time and these would be more; "
+                "unpin some, or wait for their leases to end"
+            )
         now = time.monotonic()
         for name in asked.trajectories:
             if asked.lease_s:

@@ -11,14 +11,16 @@ import zmq
 from bridge.daemon.fetching import Fetching
 from bridge.daemon.flow import Flow
 from bridge.daemon.gather import Gather
+from bridge.daemon.guard import Guard
 from bridge.daemon.ingest import Ingest, Ingested
 from bridge.daemon.monitor import Monitor
 from bridge.daemon.outbox import Outbox
 from bridge.daemon.queries import Census
 from bridge.daemon.retention import Retention
-from bridge.endpoint import EndpointInUse, checked_endpoint
+from bridge.endpoint import EndpointInUse, Reach, checked_endpoint
 from bridge.errors import CorruptMessage, TraceError
 from bridge.index.recovery import recover
+from bridge.keys import BridgeKeys
 from bridge.observe.logs import Event, event
 from bridge.observe.status import to_json
 from bridge.refusal import refusal
@@ -39,12 +41,14 @@ from bridge.wire import (
     Stats,
     decode,
 )
-from bridge.wire.envelope import NO_SEQ
+from bridge.wire.envelope import MAX_FRAMES, NO_SEQ
 
 log = logging.getLogger(__name__)
 
 _POLL_MS = 200
 _WAITING_POLL_MS = 2
+# Questions whose answers wait for a client to read those before.
+LARGELY_ANSWERED = (Fetch, List, Digests)
 # Questions of clients that do not read; beyond them the oldest are given up.
 _MOST_WAITING = 1024
 _TURN_MESSAGES = 256
@@ -56,28 +60,53 @@ _RECEIVE_QUEUE = 16
 class Daemon:
     """Serves one store at one endpoint until told to stop.
 
+    With ``keys`` only their clients come in; without, it listens on loopback alone unless
+    ``insecure``.
+
     Raises:
         InvalidEndpoint, EndpointInUse: it cannot listen there.
     """
 
-    def __init__(self, endpoint: str, store: Store, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        store: Store,
+        policy: Policy | None = None,
+        *,
+        keys: BridgeKeys | None = None,
+        insecure: bool = False,
+    ) -> None:
         self._context = zmq.Context()
+        self._poller = zmq.Poller()
         try:
-            self._socket = _listen(self._context, checked_endpoint(endpoint))
+            reach = Reach.LOOPBACK if keys is None and not insecure else Reach.ANYWHERE
+            at = checked_endpoint(endpoint, reach)
+            self._socket = self._context.socket(zmq.ROUTER)
+            self._guard = None if keys is None else Guard(self._context, self._socket, keys)
+            _listen(self._socket, at)
             catalog, damaged_entries = recover(store)
         except BaseException:
             self._context.destroy()
             raise
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        for awaited in (self._socket, *(self._guard.sockets if self._guard else ())):
+            self._poller.register(awaited, zmq.POLLIN)
         gather = Gather(store)
         self._outbox = Outbox(self._socket)
-        self._waiting: deque[tuple[bytes, Fetch, int]] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[tuple[bytes, Message, int]] = deque(maxlen=_MOST_WAITING)
         self._flow = Flow()
         self._ingest = Ingest(store, catalog, self._flow, self._outbox.send)
         self._fetching = Fetching(catalog, gather)
         self._retention = Retention(store, catalog, policy or Policy())
         self._census = Census(
-            store, catalog, self._ingest, gather, self._retention, self._flow, damaged_entries
+            store,
+            catalog,
+            self._ingest,
+            gather,
+            self._retention,
+            self._flow,
+            damaged_entries,
+            self._guard,
         )
         store.reserve(catalog.nbytes())
         self.monitor = Monitor(self.endpoint, self._census, catalog, self._ingest, self._flow)
@@ -85,7 +114,7 @@ class Daemon:
     def run(self, stop_asked: Callable[[], bool]) -> None:
         """Serve until ``stop_asked()``, looked at a few times a second."""
         while not stop_asked():
-            if self._socket.poll(_WAITING_POLL_MS if self._waiting else _POLL_MS):
+            if self._poller.poll(_WAITING_POLL_MS if self._waiting else _POLL_MS):
                 self.turn()
             self._answer_waiting()
             self.monitor.look()
@@ -93,10 +122,12 @@ class Daemon:
 
     def turn(self) -> None:
         """Handle what has arrived, up to a bound, and commit it."""
+        if self._guard is not None:
+            self._guard.turn()
         received = 0
         for _ in range(_TURN_MESSAGES):
             try:
-                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                peer, *frames = _received(self._socket)
             except zmq.Again:
                 break
             self._handle(peer.bytes, [frame.buffer for frame in frames])
@@ -115,7 +146,7 @@ class Daemon:
             message, seq = decode(frames)
             if isinstance(message, Ingested):
                 self._ingest.take(peer, message, seq)
-            elif isinstance(message, Fetch) and not self._outbox.has_room(peer):
+            elif isinstance(message, LARGELY_ANSWERED) and not self._outbox.has_room(peer):
                 self._waiting.append((peer, message, seq))
             else:
                 self._answer(peer, message, seq)
@@ -137,11 +168,11 @@ class Daemon:
     def _answer_waiting(self) -> None:
         """Answer the clients that have read enough of what they asked for before."""
         for _ in range(len(self._waiting)):
-            peer, fetch, seq = self._waiting.popleft()
+            peer, question, seq = self._waiting.popleft()
             if self._outbox.has_room(peer):
-                self._answer(peer, fetch, seq)
+                self._answer(peer, question, seq)
             else:
-                self._waiting.append((peer, fetch, seq))
+                self._waiting.append((peer, question, seq))
 
     def _reply(self, message: Message) -> Message:
         match message:
@@ -168,8 +199,23 @@ class Daemon:
         raise CorruptMessage(f"a {message.KIND} message is not for a daemon; send it to a client")
 
 
-def _listen(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
-    socket = context.socket(zmq.ROUTER)
+def _received(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+    """Return the peer and its message, of which no more frames are kept than tell that it is bad.
+
+    Raises:
+        zmq.Again: there is none.
+    """
+    frames = [socket.recv(zmq.NOBLOCK, copy=False)]
+    more = frames[0].more
+    while more:
+        frame = socket.recv(zmq.NOBLOCK, copy=False)
+        more = frame.more
+        if len(frames) <= MAX_FRAMES + 1:
+            frames.append(frame)
+    return frames
+
+
+def _listen(socket: zmq.Socket[bytes], endpoint: str) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
     if "[" in endpoint:
@@ -181,4 +227,3 @@ def _listen(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socke
             f"cannot listen on {endpoint} ({error.strerror}); "
             "stop what uses it or choose another port with --endpoint"
         ) from error
-    return socket

@@ -30,6 +30,8 @@ from bridge.wire import (
 
 Told = Hello | Block | Trajectory | WeightDigests | Dropped | Step
 PARTS = tuple(Part)
+_OBJECT_BYTES = 200
+_ENGINE_BYTES = 1 << 10
 
 
 class UnknownEngine(TraceError):
@@ -70,6 +72,7 @@ class Catalog:
         self.digests = DigestTable()
         self._version_numbers: dict[str, int] = {}
         self._trajectory_bytes = 0
+        self._name_bytes = 0
 
     def check(self, told: Told) -> None:
         """Raise UnknownEngine or SchemaMismatch if the message cannot be applied."""
@@ -123,6 +126,21 @@ class Catalog:
             case Dropped():
                 engine.dropped_rows = told.forward_rows + told.kv_rows
 
+    def growth(self, told: Told) -> int:
+        """Return the memory that applying a checked message would add to the index, about.
+
+        A row number or a position far from those before takes much more than it has bytes.
+        """
+        match told:
+            case Hello():
+                return 0 if told.engine_id in self.engines else _bytes_of(told)
+            case Block():
+                return self.engines[told.engine_id].maps[told.part].growth(told.rows)
+            case Trajectory():
+                known = self.trajectories.get(told.trajectory) or TrajectoryMap()
+                return known.growth(told.start + len(told.tokens))
+        return 0
+
     def places(self, part: Part, trajectory: TrajectoryMap, page: slice) -> NDArray[np.void]:
         """Return where the rows of the positions in ``page`` are, as PLACE [T]."""
         engines_T, rows_T = trajectory.engines[page], trajectory.rows[page]
@@ -158,7 +176,8 @@ class Catalog:
             engine.accepted.nbytes() + sum(row_map.nbytes() for row_map in engine.maps.values())
             for engine in self.engine_list
         )
-        return engines + self.blocks.nbytes() + self._trajectory_bytes + self.digests.nbytes
+        others = self._trajectory_bytes + self._name_bytes + self.digests.nbytes
+        return engines + self.blocks.nbytes() + others
 
     def _merge(self, told: Trajectory, engine: Engine, number: int) -> None:
         trajectory = self.trajectories.get(told.trajectory)
@@ -177,6 +196,7 @@ class Catalog:
         if hello.engine_id not in self.engines:
             engine = Engine(len(self.engine_list), hello)
             self.engines[hello.engine_id] = engine
+            self._name_bytes += _bytes_of(hello)
             self.engine_list.append(engine)
 
     def _version_number(self, version: str) -> int:
@@ -184,4 +204,12 @@ class Catalog:
         if number is None:
             number = self._version_numbers[version] = len(self.weight_versions)
             self.weight_versions.append(version)
+            self._name_bytes += 4 * len(version) + _OBJECT_BYTES
         return number
+
+
+def _bytes_of(hello: Hello) -> int:
+    """Return the memory that an engine's introduction takes, about."""
+    fields = sum(len(hello.layout.fields(part)) for part in Part)
+    texts = sum(len(name) + len(value) for name, value in hello.model.items())
+    return _ENGINE_BYTES + _OBJECT_BYTES * (fields + len(hello.kv_scales)) + 4 * texts

@@ -19,6 +19,7 @@ _PAGE_BITS = 10
 _PAGE_ROWS = 1 << _PAGE_BITS
 _SLAB_BITS = 10
 _SLAB_PAGES = 1 << _SLAB_BITS
+_FEW_PAGES = 32
 _ABSENT = np.array((-1, 0), dtype=PLACE)
 
 
@@ -71,6 +72,16 @@ class RowMap:
             if not (page["block"] >= 0).any():
                 del self._page_at[number]
                 self._free.append(at)
+
+    def growth(self, rows_N: NDArray[np.int64]) -> int:
+        """Return the memory that placing these rows would take at most; exact if it is much."""
+        numbers_N = rows_N >> _PAGE_BITS
+        heads = np.concatenate(([0], np.flatnonzero(numbers_N[1:] != numbers_N[:-1]) + 1))
+        most = len(heads)
+        if most > _FEW_PAGES:
+            numbers = set(numbers_N[heads].tolist())
+            most = len(numbers - self._page_at.keys()) - len(self._free)
+        return max(0, most) * _PAGE_ROWS * PLACE.itemsize
 
     def nbytes(self) -> int:
         """Return the memory that the map takes: that of all pages ever made at a time."""

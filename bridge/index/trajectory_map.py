@@ -18,6 +18,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 UNKNOWN_TOKEN = -1
 MISSING_ROW = -1
+_POSITION_BYTES = 16
 _OBJECT_BYTES = 1024  # the object, its name and three array heads
 
 
@@ -43,7 +44,11 @@ class TrajectoryMap:
 
     def nbytes(self) -> int:
         """Return the memory that the map takes, about."""
-        return 16 * len(self.tokens) + 40 * len(self.entries) + _OBJECT_BYTES
+        return _POSITION_BYTES * len(self.tokens) + 40 * len(self.entries) + _OBJECT_BYTES
+
+    def growth(self, stop: int) -> int:
+        """Return the memory that positions up to ``stop`` would take beyond those there are."""
+        return _POSITION_BYTES * max(0, stop - len(self))
 
     def merge(
         self,

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOKEN_SCALE_BYTES = 4
-MAX_ROW_BYTES = 1 << 26
+MAX_ROW_BYTES = 1 << 24
+# Far more than models have; the fields of a layout are listed in memory.
+MAX_FIELDS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ class RecordLayout:
         check_layers("layers", self.layers, self.shape.num_layers)
         # One order for equal choices, so that equal layouts compare and hash equal.
         object.__setattr__(self, "sites", tuple(site for site in Site if site in self.sites))
+        per_layer = 3 * (self.shape.top_k if Site.FC2 in self.sites else 0) + 7
+        most_fields = len(self.shape.moe_layers) + len(self.layers) * per_layer
+        check_range("fields of a row", most_fields, 0, MAX_FIELDS)
         check_range("bytes of a row", self.bytes_per_token(), 0, MAX_ROW_BYTES)
 
     # --- what lies where

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from bridge.wire.envelope import Envelope
+from bridge.wire.envelope import MAX_SEQ, Envelope
 from bridge.wire.fields import Fields
 from bridge.wire.message import HeaderOnly, Signal, frames_of
+
+MAX_SENTENCE_CHARS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Ack(HeaderOnly):
     def parse(cls, envelope: Envelope) -> Self:
         """Build from an intact envelope."""
         frames_of(envelope, 0)
-        return cls(Fields(envelope.body).integers("seqs"))
+        return cls(Fields(envelope.body).integers("seqs", 0, MAX_SEQ))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Error(HeaderOnly):
         """Build from an intact envelope."""
         frames_of(envelope, 0)
         fields = Fields(envelope.body)
-        return cls(fields.name("code"), fields.text("sentence", limit=1 << 14))
+        return cls(fields.name("code"), fields.text("sentence", limit=MAX_SENTENCE_CHARS))
 
 
 @dataclass(frozen=True, slots=True)

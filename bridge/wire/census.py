@@ -146,8 +146,9 @@ class StatsReply(HeaderOnly):
     under ``memory_limit``; ``disk_bytes`` is under ``disk_limit`` (0: no such tier). ``full`` is 1
     while the store refuses records. ``corrupt_rows`` counts rows that failed their checksum when
     read (they are then missing), ``damaged_entries`` journal entries that were not readable at
-    start-up, ``refused`` messages answered with an error, ``commits`` writes to the store,
-    ``dropped_rows`` rows that engines gave up, ``collected`` trajectories that were removed.
+    start-up, ``refused`` messages answered with an error, ``refused_peers`` connections that had
+    no key that is known, ``commits`` writes to the store, ``dropped_rows`` rows that engines gave
+    up, ``collected`` trajectories that were removed.
     """
 
     KIND: ClassVar[str] = "stats_reply"
@@ -170,6 +171,7 @@ class StatsReply(HeaderOnly):
     commits: int
     duplicates: int
     refused: int
+    refused_peers: int
     corrupt_rows: int
     damaged_entries: int
 

@@ -17,13 +17,18 @@ import msgpack
 from xxhash import xxh3_64_intdigest as checksum
 
 from bridge.errors import CorruptMessage, SchemaMismatch
+from bridge.wire.fields import MAX_LIST_ITEMS, MAX_MAP_ITEMS
 
 SCHEMA_VERSION = 2
 MAX_HEADER_BYTES = 16 << 20
 MAX_SEQ = 1 << 62
 NO_SEQ = -1
 MAX_FRAMES = 8
-MAX_FRAME_BYTES = 256 << 20
+# The largest are the row numbers of the longest trajectory; ZeroMQ refuses larger frames unread.
+MAX_FRAME_BYTES = 32 << 20
+MAX_MESSAGE_BYTES = 64 << 20
+# Lists and maps in one header: a page of trajectory summaries has two for each.
+MAX_CONTAINERS = 1 << 14
 
 Buffer = bytes | memoryview
 
@@ -58,16 +63,18 @@ def unseal(frames: Sequence[Buffer]) -> Envelope:
     """Check version, sizes and checksums; raise SchemaMismatch or CorruptMessage."""
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise CorruptMessage(f"a message has 1 to {MAX_FRAMES} frames, this one {len(frames)}")
-    header = _open_header(memoryview(frames[0]))
-    payload = tuple(memoryview(frame) for frame in frames[1:])
+    head, *payload = (memoryview(frame) for frame in frames)
     if any(frame.nbytes > MAX_FRAME_BYTES for frame in payload):
         raise CorruptMessage(f"a frame is over the limit of {MAX_FRAME_BYTES} bytes")
+    if sum(frame.nbytes for frame in payload) > MAX_MESSAGE_BYTES:
+        raise CorruptMessage(f"a message is over the limit of {MAX_MESSAGE_BYTES} bytes")
+    header = _open_header(head)
     if len(payload) != len(header["sums"]):
         raise CorruptMessage("the message lacks frames that its header announces; resend it")
     for number, (frame, expected) in enumerate(zip(payload, header["sums"], strict=True), start=1):
         if checksum(frame) != expected:
             raise CorruptMessage(f"frame {number} of the message fails its checksum; resend it")
-    return Envelope(header["type"], header["seq"], header["body"], payload)
+    return Envelope(header["type"], header["seq"], header["body"], tuple(payload))
 
 
 def _open_header(frame: memoryview) -> dict[str, Any]:
@@ -92,8 +99,19 @@ def _open_header(frame: memoryview) -> dict[str, Any]:
 
 
 def _checked_header(packed: memoryview) -> dict[str, Any]:
+    counted = _Counted()
     try:
-        header = msgpack.unpackb(packed)
+        # msgpack makes a list as long as announced, nested up to a thousand deep, before it reads
+        # the items; nothing here has bytes or extensions.
+        header = msgpack.unpackb(
+            packed,
+            max_array_len=MAX_LIST_ITEMS,
+            max_map_len=MAX_MAP_ITEMS,
+            max_bin_len=0,
+            max_ext_len=0,
+            list_hook=counted,
+            object_hook=counted,
+        )
     except (ValueError, msgpack.UnpackException) as error:
         raise CorruptMessage(f"the message header is not a msgpack map ({error})") from error
     expected = {"type": str, "seq": int, "sums": list, "body": dict}
@@ -104,3 +122,16 @@ def _checked_header(packed: memoryview) -> dict[str, Any]:
     if not NO_SEQ <= header["seq"] <= MAX_SEQ:
         raise CorruptMessage("the message's sequence number is out of range; count from 0")
     return header
+
+
+class _Counted:
+    """Refuses a header of very many lists and maps: an empty one is one byte and takes 64."""
+
+    def __init__(self) -> None:
+        self._left = MAX_CONTAINERS
+
+    def __call__(self, container: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise CorruptMessage(f"the message header has over {MAX_CONTAINERS} lists and maps")
+        return container

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.layout import Part, RecordLayout
+from bridge.layout.shape import MAX_LAYERS
 from bridge.wire.envelope import Buffer, Envelope
 from bridge.wire.fields import MAX_COUNT, Fields, array, wire_bytes
 from bridge.wire.ingest import (
@@ -25,6 +26,8 @@ from bridge.wire.ingest import (
     parsed_state,
 )
 from bridge.wire.message import HeaderOnly, frames_of
+
+MAX_SITES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,8 @@ class Fetch(HeaderOnly):
             fields.name("trajectory"),
             fields.integer("start", 0, MAX_TRAJECTORY_TOKENS),
             fields.optional_integer("stop", 0, MAX_TRAJECTORY_TOKENS),
-            fields.optional_integers("layers"),
-            fields.optional_texts("sites"),
+            fields.optional_integers("layers", 0, MAX_LAYERS - 1),
+            fields.optional_texts("sites", MAX_SITES),
         )
 
 

@@ -11,7 +11,8 @@ from numpy.typing import DTypeLike, NDArray
 from bridge.errors import CorruptMessage
 
 MAX_NAME_CHARS = 1024
-MAX_LIST_ITEMS = 1 << 16
+MAX_LIST_ITEMS = 1 << 14
+MAX_MAP_ITEMS = 1 << 16
 MAX_COUNT = 1 << 62
 
 
@@ -43,44 +44,49 @@ class Fields:
         """Return an integer in [low, high], or None."""
         return None if self.body.get(name) is None else self.integer(name, low, high)
 
-    def mapping(self, name: str) -> dict[str, Any]:
-        """Return a map with string keys."""
+    def mapping(self, name: str, most: int = MAX_MAP_ITEMS) -> dict[str, Any]:
+        """Return a map of at most ``most`` items with short strings as keys."""
         value = self.body.get(name)
-        if type(value) is not dict or not all(type(key) is str for key in value):
-            raise CorruptMessage(f"header field {name} is not a map with string keys")
-        return value
-
-    def items(self, name: str) -> list[Any]:
-        """Return a list of bounded length."""
-        value = self.body.get(name)
-        if type(value) is not list or len(value) > MAX_LIST_ITEMS:
+        if type(value) is not dict or len(value) > most:
+            raise CorruptMessage(f"header field {name} is not a map of at most {most} items")
+        if not all(type(key) is str and len(key) <= MAX_NAME_CHARS for key in value):
             raise CorruptMessage(
-                f"header field {name} is not a list of at most {MAX_LIST_ITEMS} items"
+                f"header field {name} has a key that is no text of at most {MAX_NAME_CHARS} "
+                "characters"
             )
         return value
 
-    def texts(self, name: str) -> tuple[str, ...]:
-        """Return a list of strings."""
-        return tuple(_text(name, item, MAX_NAME_CHARS) for item in self.items(name))
+    def items(self, name: str, most: int = MAX_LIST_ITEMS) -> list[Any]:
+        """Return a list of at most ``most`` items."""
+        value = self.body.get(name)
+        if type(value) is not list or len(value) > most:
+            raise CorruptMessage(f"header field {name} is not a list of at most {most} items")
+        return value
 
-    def optional_texts(self, name: str) -> tuple[str, ...] | None:
-        """Return a list of strings, or None."""
-        return None if self.body.get(name) is None else self.texts(name)
+    def texts(self, name: str, most: int = MAX_LIST_ITEMS) -> tuple[str, ...]:
+        """Return a list of at most ``most`` strings."""
+        return tuple(_text(name, item, MAX_NAME_CHARS) for item in self.items(name, most))
 
-    def optional_integers(self, name: str) -> tuple[int, ...] | None:
-        """Return a list of integers, or None."""
-        return None if self.body.get(name) is None else self.integers(name)
+    def optional_texts(self, name: str, most: int) -> tuple[str, ...] | None:
+        """Return a list of at most ``most`` strings, or None."""
+        return None if self.body.get(name) is None else self.texts(name, most)
 
-    def integers(self, name: str) -> tuple[int, ...]:
-        """Return a list of integers."""
+    def optional_integers(self, name: str, low: int, high: int) -> tuple[int, ...] | None:
+        """Return a list of integers in [low, high], or None."""
+        return None if self.body.get(name) is None else self.integers(name, low, high)
+
+    def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
+        """Return a list of integers in [low, high]."""
         values = self.items(name)
-        if not all(type(value) is int for value in values):
-            raise CorruptMessage(f"header field {name} is not a list of integers")
+        if not all(type(value) is int and low <= value <= high for value in values):
+            raise CorruptMessage(
+                f"header field {name} is not a list of integers in [{low}, {high}]"
+            )
         return tuple(values)
 
-    def texts_by_key(self, name: str) -> dict[str, str]:
-        """Return a map from string to string."""
-        values = self.mapping(name)
+    def texts_by_key(self, name: str, most: int = MAX_MAP_ITEMS) -> dict[str, str]:
+        """Return a map of at most ``most`` items from string to string."""
+        values = self.mapping(name, most)
         return {key: _text(name, value, MAX_NAME_CHARS) for key, value in values.items()}
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import lru_cache
+from math import isfinite
 from typing import Any, ClassVar, Self
 
 import msgpack
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from bridge.errors import CorruptMessage
 from bridge.layout import Part, RecordLayout
+from bridge.layout.shape import MAX_LAYERS
 from bridge.wire.envelope import Buffer, Envelope
 from bridge.wire.fields import MAX_COUNT, Fields, array, vector, wire_bytes
 from bridge.wire.message import HeaderOnly, frames_of
@@ -25,6 +27,8 @@ MAX_ROWS = 1 << 20
 MAX_ROW_BYTES = 16 << 20
 MAX_ROW_NUMBER = 1 << 62
 MAX_TRAJECTORY_TOKENS = 1 << 22
+MAX_MODEL_TEXTS = 64
+MAX_LAYOUT_BYTES = 1 << 15
 MISSING = -1
 
 
@@ -61,7 +65,7 @@ class Hello(HeaderOnly):
             fields.name("engine_id"),
             parsed_layout(fields),
             parsed_kv_scales(fields),
-            fields.texts_by_key("model"),
+            fields.texts_by_key("model", MAX_MODEL_TEXTS),
         )
 
 
@@ -261,7 +265,13 @@ class WeightDigests(HeaderOnly):
 
 def parsed_layout(fields: Fields) -> RecordLayout:
     """Return the layout of a header; raise SchemaMismatch if it is not a valid one."""
-    return _layout_of(msgpack.packb(fields.mapping("layout")))
+    try:
+        packed = msgpack.packb(fields.mapping("layout"))
+    except ValueError as error:  # it nests deeper than msgpack writes
+        raise CorruptMessage(f"the record layout is not valid ({error})") from error
+    if len(packed) > MAX_LAYOUT_BYTES:
+        raise CorruptMessage(f"a record layout is over the limit of {MAX_LAYOUT_BYTES} bytes")
+    return _layout_of(packed)
 
 
 @lru_cache(maxsize=64)
@@ -287,6 +297,8 @@ def parsed_kv_scales(fields: Fields) -> dict[int, tuple[float, float]]:
     for item in fields.items("kv_scales"):
         if type(item) is not list or [type(value) for value in item] != [int, float, float]:
             raise CorruptMessage("kv_scales is not a list of [layer, k, v]")
+        if not (0 <= item[0] < MAX_LAYERS and isfinite(item[1]) and isfinite(item[2])):
+            raise CorruptMessage("kv_scales has a layer out of range or a scale that is not finite")
         scales[item[0]] = (item[1], item[2])
     return scales
 

@@ -128,7 +128,7 @@ def test_an_embedded_daemon_that_cannot_start_says_so(
 
 def test_bad_arguments_end_in_one_sentence_that_names_the_fix(tmp_path: Path) -> None:
     port = "tcp://127.0.0.1:0"
-    assert "SSH tunnel" in _error("serve", "--endpoint", "tcp://0.0.0.0:5601")
+    assert "--insecure" in _error("serve", "--endpoint", "tcp://0.0.0.0:5601")
     assert "write it as tcp" in _error("serve", "--endpoint", "nowhere")
     assert "write it as 64GiB" in _error("serve", "--endpoint", port, "--memory-limit", "much")
     assert "write it as 64GiB" in _error(
@@ -153,6 +153,7 @@ def test_help_shows_every_option() -> None:
     shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "120"}).stdout
     options = ("--endpoint", "--dir", "--disk-limit", "--memory-limit", "--log-level", "--spill")
     options += ("--keep", "--max-version-diff", "--expire", "--parent", "--http", "--log-format")
+    options += ("--keys", "--insecure")
     assert all(option in shown for option in options)
 
 

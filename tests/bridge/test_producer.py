@@ -107,7 +107,7 @@ def test_a_full_store_makes_the_engine_wait_until_there_is_room_and_loses_nothin
     layout: RecordLayout,
     make_rows: Callable[..., NDArray[np.uint8]],
 ) -> None:
-    endpoint = serve(MemoryStore(128 << 10))
+    endpoint = serve(MemoryStore(144 << 10))
     payload = np.repeat(make_rows(Part.FORWARD, range(100)), 20, axis=0)
     with RecordProducer(endpoint, resend_after_s=0.1) as producer, TraceClient(endpoint) as trainer:
         producer.hello("e", layout)

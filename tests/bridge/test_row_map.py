@@ -94,3 +94,15 @@ def test_a_sequence_set_is_a_set(numbers: set[int], asked: int) -> None:
         accepted.add(number)
     assert (asked in accepted) == (asked in numbers)
     assert all(number in accepted for number in numbers)
+
+
+_FAR = st.lists(st.integers(0, 5000) | st.integers(0, 1 << 62), min_size=1, max_size=80)
+
+
+@given(st.lists(_FAR, min_size=1, max_size=6))
+def test_rows_never_take_more_than_was_said_before(blocks: list[list[int]]) -> None:
+    row_map = RowMap()
+    for block, rows in enumerate(blocks):
+        before, said = row_map.nbytes(), row_map.growth(np.array(rows))
+        row_map.put(np.array(rows), block)
+        assert row_map.nbytes() <= before + said

@@ -35,7 +35,7 @@ def test_an_unknown_site_is_refused_with_the_choices(text: str) -> None:
 
 def test_the_configuration_survives_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TraceConfig(
-        "tcp://127.0.0.1:1", (Site.K, Site.V), "0,2", 3, Overflow.DROP, "/nowhere/failure"
+        "tcp://127.0.0.1:1", (Site.K, Site.V), "0,2", 3, Overflow.DROP, "/nowhere/failure", "k.keys"
     )
     monkeypatch.setenv(ENVIRONMENT, config.to_environment()[ENVIRONMENT])
     assert TraceConfig.from_environment() == config

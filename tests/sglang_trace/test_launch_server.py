@@ -35,7 +35,7 @@ def test_help_has_the_trace_options_in_a_group_and_all_of_sglangs() -> None:
     result = launch("--help")
     assert result.returncode == 0
     group = result.stdout[result.stdout.index("\ntrace:") :]
-    for flag in ("capture", "bridge", "dir", "sites", "layers", "bits"):
+    for flag in ("capture", "bridge", "bridge-keys", "dir", "sites", "layers", "bits"):
         assert f"--trace-{flag}" in group
     for flag in ("--model-path", "--attention-backend", "--kv-cache-dtype", "trace_nvfp4"):
         assert flag in result.stdout
@@ -78,6 +78,10 @@ def test_a_combination_that_is_not_captured_is_told_with_its_reason(checkpoint: 
         (
             ["--trace-capture", "--trace-bridge", "tcp://127.0.0.1:9", "--trace-dir", "d"],
             "--trace-dir is for the server's own bridge",
+        ),
+        (
+            ["--trace-capture", "--trace-bridge-keys", "k"],
+            "--trace-bridge-keys is for another machine's bridge",
         ),
     ],
 )
