@@ -99,8 +99,8 @@ def compare_weights(model: GPTModel, client: TraceClient, version: str) -> dict[
 def describe_records(client: TraceClient, samples: list[Sample], report: Report) -> dict[str, Any]:
     """What the bridge holds of these trajectories, and its bytes against the layout's formula.
 
-    `bytes_per_token` are the record's own; `stored_bytes_per_token` has the index of rows and
-    positions as well.
+    `bytes_per_token` are the record's own; `stored_bytes_per_token` has the store's
+    bytes a message as well, not the index, whose pages are larger than this job.
     """
     names = {s.trajectory for s in samples}
     held = [t for t in client.list_trajectories() if t.trajectory in names]
@@ -114,7 +114,7 @@ def describe_records(client: TraceClient, samples: list[Sample], report: Report)
         "guided_values": report.total().guided,
         "bytes_per_token": record.forward.shape[1] + record.kv.shape[1],
         "bytes_per_token_formula": record.layout.bytes_per_token(),
-        "stored_bytes_per_token": (stats.memory_bytes + stats.index_bytes) / stats.forward_rows,
+        "stored_bytes_per_token": stats.memory_bytes / stats.forward_rows,
         "digest": digest_of(records),
         "layout": record.layout.to_dict(),
     }
