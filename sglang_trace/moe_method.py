@@ -29,6 +29,9 @@ class UnsupportedExperts(TraceError):
     """The model's experts compute something this method does not."""
 
 
+# The GPU kernels write the bit planes of this many code words at a time.
+KERNEL_COLUMNS = 32
+
 # What experts of other models have, and how SGLang's MoeRunnerConfig says so.
 OTHER_EXPERTS: dict[str, Callable[[Any], bool]] = {
     "an activation other than silu": lambda config: config.activation != "silu",
@@ -81,6 +84,8 @@ class TraceNvfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         refuse(["a bias"] if with_bias else [])
         width = intermediate_size_per_partition
         self.experts = Experts(layer, num_experts, hidden_size, width, params_dtype)
+        if self.experts.on_gpu and (hidden_size % KERNEL_COLUMNS or width % KERNEL_COLUMNS):
+            refuse([f"sizes {hidden_size} and {width}, no multiples of {KERNEL_COLUMNS} (GPU)"])
         for weight in (layer.w13_weight, layer.w2_weight):
             set_weight_attrs(weight, {"weight_loader": self.experts.weight_loader})
 
