@@ -15,6 +15,7 @@ import typer
 
 from bridge.errors import TraceError
 from bridge.serving import Limits, LogLevel, serve_until_stopped
+from bridge.sizes import parse_size
 from bridge.wire import Policy
 
 app = typer.Typer(
@@ -46,6 +47,9 @@ ExpireOption = Annotated[
         "--expire", min=0, help="Give up unfinished trajectories without news.", metavar="SECONDS"
     ),
 ]
+ParentOption = Annotated[
+    int | None, typer.Option(help="Stop when this parent process ends.", metavar="PID")
+]
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5601"
 
 
@@ -65,13 +69,18 @@ def serve(
         Path | None,
         typer.Option(help="Where to put what memory cannot hold, without --dir.", metavar="DIR"),
     ] = None,
+    mooncake: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep record bytes in the Mooncake pool of this master, the rest in --dir.",
+            metavar="HOST:PORT",
+        ),
+    ] = None,
     keep: KeepOption = None,
     max_version_diff: VersionDiffOption = None,
     expire: ExpireOption = None,
     log_level: Annotated[LogLevel, typer.Option(help="What to log to stderr.")] = LogLevel.WARNING,
-    parent: Annotated[
-        int | None, typer.Option(help="Stop when this parent process ends.", metavar="PID")
-    ] = None,
+    parent: ParentOption = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; prints `bridge ready ENDPOINT` when it listens.
 
@@ -81,11 +90,28 @@ def serve(
     with _one_sentence_errors():
         serve_until_stopped(
             endpoint,
-            Limits(directory, spill, memory_limit, disk_limit),
+            Limits(directory, spill, memory_limit, disk_limit, mooncake),
             Policy(keep, max_version_diff, expire),
             log_level,
             parent,
         )
+
+
+@app.command()
+def mooncake(
+    size: Annotated[str, typer.Option(help="Most memory of the pool.", metavar="SIZE")] = "8GiB",
+    port: Annotated[int, typer.Option(help="Where its master listens.")] = 50051,
+    parent: ParentOption = None,
+) -> None:
+    """Run a Mooncake pool for this machine until SIGTERM or Ctrl-C, for `serve --mooncake`.
+
+    Its transfer ports listen on every interface and ask for no password: that is how Mooncake is
+    built. On a machine that others can reach, let a firewall close them.
+    """
+    from bridge.mooncake_pool import run_until_stopped
+
+    with _one_sentence_errors():
+        run_until_stopped(parse_size(size), port, parent)
 
 
 @app.command()
