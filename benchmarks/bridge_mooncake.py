@@ -1,8 +1,10 @@
 """What the bridge's Mooncake tier costs over Mooncake's own client, on the same values.
 
 Tier and client take turns in one process at a pool of this machine, over TCP; the median of the
-rounds counts. The tier also writes its journal, synced to disk, and checksums every row. The client
-is used both ways that it offers: bytes (put, get), and batches from and into registered buffers.
+rounds counts. The client is used both ways that it offers: bytes (put, get), and batches from and
+into registered buffers; the faster one is the peer. The tier also checksums every row and syncs its
+journal to disk, so a put is compared a second time with a client that writes and syncs as many
+bytes to a plain file (``ratio_synced``).
 """
 
 from __future__ import annotations
@@ -35,18 +37,20 @@ from bridge.store import Entry, MooncakeStore, Wanted
 BATCH = 16  # messages stored together: as many as wait for the daemon from one engine
 BATCHES = 4  # a round
 N = BATCH * BATCHES
+POOL_MIB = 640  # little more than is in use: all of it is touched before the first measured round
 
 
 class Client:
     """Mooncake's own client with registered buffers: uint8 [N, bytes of a value]."""
 
-    def __init__(self, master: str, values: NDArray[np.uint8]) -> None:
+    def __init__(self, master: str, values: NDArray[np.uint8], rows: int) -> None:
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
         self.mooncake = MooncakeDistributedStore()
         nbytes = values.shape[1]
         code = self.mooncake.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", master)
         assert code == 0, code
+        self.rows = rows
         self.values, self.read = values, np.empty_like(values)
         self.bytes = [value.tobytes() for value in values]
         self.keys = [f"client/{number}" for number in range(N)]
@@ -64,9 +68,13 @@ class Client:
         for key in self.keys:
             assert self.mooncake.get(key)
 
-    def put_batches(self) -> None:
+    def put_batches(self, journal: int | None = None) -> None:
+        """Put all values; write and sync a journal of checksums after every batch if asked to."""
         for keys, pointers in self._batches(self.values):
             assert not any(self.mooncake.batch_put_from(keys, pointers, self.sizes, self.pinned))
+            if journal is not None:
+                os.write(journal, bytes(8 * self.rows * BATCH))
+                os.fsync(journal)
 
     def get_batches(self) -> None:
         for keys, pointers in self._batches(self.read):
@@ -126,13 +134,16 @@ def measure(load: Load, folder: Path, master: str, rounds: int) -> list[dict[str
     rows, row_bytes = load.payload.shape
     rng = np.random.default_rng(0)
     values = rng.integers(0, 256, (N, rows * row_bytes), dtype=np.uint8)
-    client, tier = Client(master, values), Tier(folder, master, values, row_bytes)
+    client, tier = Client(master, values, rows), Tier(folder, master, values, row_bytes)
+    plain = os.open(folder / "plain", os.O_WRONLY | os.O_CREAT)
     times: dict[str, list[float]] = defaultdict(list)
     for turn in range(rounds + 1):
         row = turn % rows
         turns: list[dict[str, Callable[[], None]]] = [
             {"client put bytes": client.put_bytes},
             {"client get bytes": client.get_bytes},
+            {"removed": client.remove},
+            {"synced": partial(client.put_batches, plain)},
             {"removed": client.remove},
             {"put": tier.put, "client put batches": client.put_batches},
             {"get": tier.get, "client get batches": client.get_batches},
@@ -148,6 +159,7 @@ def measure(load: Load, folder: Path, master: str, rounds: int) -> list[dict[str
                 started = time.perf_counter()
                 actions[key]()
                 times[key].append(time.perf_counter() - started)
+    os.close(plain)
     tier.store.close()
     client.mooncake.close()
     measured = {key: seconds[1:] for key, seconds in times.items()}
@@ -170,8 +182,13 @@ def _row(key: str, load: Load, nbytes: int, times: dict[str, list[float]]) -> di
         "mb_per_s": nbytes / statistics.median(ours) / 1e6,
         **{f"{p} mb_per_s": nbytes / statistics.median(t) / 1e6 for p, t in peers.items()},
         "peer": fastest,
-        "ratio": statistics.median(b / a for a, b in zip(ours, peers[fastest], strict=True)),
+        "ratio": _ratio(ours, peers[fastest]),
+        **({"ratio_synced": _ratio(ours, times["synced"])} if key == "put" else {}),
     }
+
+
+def _ratio(ours: list[float], peer: list[float]) -> float:
+    return statistics.median(b / a for a, b in zip(ours, peer, strict=True))
 
 
 @contextmanager
@@ -191,14 +208,17 @@ def main(
     out: Annotated[Path, typer.Option(help="Where to write the JSON.")] = Path(
         "benchmarks/results/cpu/bridge_mooncake.json"
     ),
+    folder: Annotated[
+        Path | None, typer.Option(help="Disk of the journal; default: that of temporary files.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 15,
     port: Annotated[int, typer.Option(help="A free port for the pool's master.")] = 50151,
 ) -> None:
     """Measures put and get of the Mooncake tier against Mooncake's own client; writes JSON."""
     rows: list[dict[str, Any]] = []
-    with pool(port, 3072) as master, tempfile.TemporaryDirectory() as folder:
+    with pool(port, POOL_MIB) as master, tempfile.TemporaryDirectory(dir=folder) as work:
         for index, load in enumerate(loads(1)):
-            rows += measure(load, Path(folder) / str(index), master, rounds)
+            rows += measure(load, Path(work) / str(index), master, rounds)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()

@@ -13,6 +13,7 @@ import zmq
 from bridge.wire.envelope import Buffer
 
 QUEUE = 16  # messages, as in the bridge
+HELD_BYTES = 256 << 20  # a sender of records has them in memory, not one of them in its cache
 
 
 class BarePipe:
@@ -62,11 +63,14 @@ def _other_end(pipe: Connection, endpoint: str, frames: Sequence[bytes]) -> None
     socket = context.socket(zmq.PUSH if frames else zmq.PULL)
     socket.setsockopt(zmq.SNDHWM if frames else zmq.RCVHWM, QUEUE)
     socket.connect(endpoint)
+    nbytes = sum(len(frame) for frame in frames)
+    copies = 1 + HELD_BYTES // nbytes if frames else 0
+    held = [[bytearray(frame) for frame in frames] for _ in range(copies)]
     pipe.send("ready")
     while messages := pipe.recv():
-        for _ in range(messages):
+        for number in range(messages):
             if frames:
-                socket.send_multipart(frames, copy=False)
+                socket.send_multipart(held[number % len(held)], copy=False)
             else:
                 socket.recv_multipart(copy=False)
         if not frames:

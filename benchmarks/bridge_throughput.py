@@ -198,14 +198,16 @@ def fetch_memory(load: Load, rounds: int) -> list[dict[str, Any]]:
                 engine.send_trajectory(name, 0, range(load.messages), own, "finished")
             engine.flush()
             page = trainer._ask(Fetch(names[0]), FetchReply)
-            pipe = BarePipe(encode(page, 0), to_child=False)
+            frames = encode(page, 0)
+            sizes = sum(len(frame) for frame in frames)
+            pipe = BarePipe(frames, to_child=False)
             ours, peer = Sides(), Sides()
             for _ in range(rounds + 1):
                 with ours.measured(pid):
                     for _ in trainer.fetch_all(names):
                         pass
                 with peer.measured(pipe.pid):
-                    pipe.move(len(names))
+                    pipe.move(load.rows * load.payload.shape[1] // sizes)
             pipe.close()
             measured.append(ratios(f"fetch {kind}", load, ours.after(1), peer.after(1)))
     return measured

@@ -85,7 +85,8 @@ def serve(
     """Serve until SIGTERM or Ctrl-C; prints `bridge ready ENDPOINT` when it listens.
 
     With --dir an acknowledged record survives a crash, and memory is a cache; without, records
-    live in memory and then in scratch space on disk, as long as the bridge runs.
+    live in memory and then in scratch space on disk, as long as the bridge runs. With --mooncake
+    too, record bytes live in memory of the pool's processes and survive a crash of the bridge.
     """
     with _one_sentence_errors():
         serve_until_stopped(

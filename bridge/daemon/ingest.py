@@ -101,4 +101,4 @@ def _entry(message: Ingested, told: Told, seq: int) -> Entry:
     if isinstance(message, Rows):
         payload = wire_bytes(message.payload, "u1")
         return Entry(pack(told, seq), payload, message.block.row_bytes)
-    return Entry(pack(told, seq))
+    return Entry(pack(told, seq), vital=isinstance(message, Hello | Step | Dropped))

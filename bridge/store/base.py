@@ -22,12 +22,14 @@ from bridge.wire.envelope import Buffer
 class Entry:
     """``header`` is a packed message without record bytes, ``payload`` rows of ``row_bytes``.
 
-    A payload of another kind is one row: ``row_bytes`` 0.
+    A payload of another kind is one row: ``row_bytes`` 0. A ``vital`` entry is small and may use
+    what a full store keeps back: among them is the news of a step that will make room.
     """
 
     header: bytes
     payload: Buffer | None = None
     row_bytes: int = 0
+    vital: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -23,7 +23,8 @@ class CachedStore:
 
     def append(self, entries: Sequence[Entry]) -> list[int]:
         """Hold all entries durably or raise StoreFull."""
-        if self._index_bytes > room_of(self._limit):
+        full = self._index_bytes > room_of(self._limit)
+        if full and not all(entry.vital for entry in entries):
             raise StoreFull(
                 f"the index of the bridge's records takes {self._index_bytes} bytes, more than "
                 "its memory limit; collect old steps (python -m bridge gc) or raise --memory-limit"

@@ -110,9 +110,22 @@ class DiskStore:
     def write(self, numbered: Sequence[tuple[int, Entry]]) -> None:
         """Write entries under numbers of the caller's, ascending; all of them or StoreFull."""
         needed = sum(_entry_space(entry) for _, entry in numbered)
-        # What is left is for drop(): LMDB writes new pages before it can give up old ones.
-        if self._live + needed > self._limit - self._limit // 8:
+        vital = all(entry.vital for _, entry in numbered)
+        # What is kept back is for vital entries and drop(): LMDB writes new pages before it can
+        # give up old ones.
+        if self._live + needed > self._limit - (0 if vital else self._limit // 8):
             raise StoreFull(self._over_limit())
+        try:
+            self._commit(numbered)
+        except StoreFull:
+            if not vital:
+                raise
+            self._ballast.unload()
+            self._commit(numbered)
+        self._live += needed
+        self._next = max(self._next, numbered[-1][0] + 1)
+
+    def _commit(self, numbered: Sequence[tuple[int, Entry]]) -> None:
         try:
             with self._env.begin(write=True) as txn:
                 for number, entry in numbered:
@@ -120,9 +133,8 @@ class DiskStore:
         except lmdb.MapFullError as error:
             raise StoreFull(self._over_limit()) from error
         except lmdb.Error as error:
+            needed = sum(_entry_space(entry) for _, entry in numbered)
             raise StoreFull(self._why_not_written(error, needed)) from error
-        self._live += needed
-        self._next = max(self._next, numbered[-1][0] + 1)
 
     def _put(self, txn: Any, number: int, entry: Entry) -> None:
         key = _number.pack(number)

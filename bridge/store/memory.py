@@ -31,7 +31,8 @@ class MemoryStore:
 
     def append(self, entries: Sequence[Entry]) -> list[int]:
         """Hold all entries or raise StoreFull."""
-        self._make_room(sum(cost(entry.payload) for entry in entries))
+        if not all(entry.vital for entry in entries):
+            self._make_room(sum(cost(entry.payload) for entry in entries))
         numbers = list(range(self._next, self._next + len(entries)))
         self._next += len(entries)
         for number, entry in zip(numbers, entries, strict=True):

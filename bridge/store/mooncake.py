@@ -5,14 +5,16 @@ could not be replayed; headers are small and many; and row checksums that lie el
 rows find what the pool has altered. What is acknowledged survives the daemon. It does not survive
 the processes whose memory it is in: their rows are then missing.
 
-An entry is in the journal before its payload is in the pool, and leaves it after. So the pool
-never holds what no journal knows of, and what a crash left half done is an entry without payload.
+Journal and pool are written at the same time and an entry is held when both are. What a crash left
+half done is found at the next start: a header without payload is dropped, and payloads without
+header have the numbers that come next. A dropped payload leaves the pool before its header.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +31,8 @@ from bridge.store.row_sums import row_is_intact, row_sums
 from bridge.wire.envelope import Buffer
 
 log = logging.getLogger(__name__)
+
+_MOST_ENTRIES = 4096  # of one append; a turn of the daemon has a few hundred
 
 
 class MooncakeStore:
@@ -49,10 +53,11 @@ class MooncakeStore:
             numbers = [number for number, _ in self._journal.replay()]
             self._name = pool_name(directory, empty=not numbers)
             self._pool = Pool(master)
+            self._journaler = ThreadPoolExecutor(1, "journal")
             self._next = max(numbers, default=-1) + 1
             self._pool_bytes = 0
             self._undropped: list[int] = []
-            self._drop_lost(numbers)
+            self._settle(numbers)
         except BaseException:
             self._journal.close()
             raise
@@ -63,22 +68,29 @@ class MooncakeStore:
         Raises:
             StoreFull: journal or pool has no room, or the pool does not answer.
         """
+        assert len(entries) <= _MOST_ENTRIES
         numbers = list(range(self._next, self._next + len(entries)))
         numbered = list(zip(numbers, entries, strict=True))
-        self._journal.write([(number, _journaled(number, entry)) for number, entry in numbered])
         self._next += len(entries)
         payloads = {
             self._key(number): entry.payload
             for number, entry in numbered
             if entry.payload is not None and _nbytes(entry.payload)
         }
-        self._pool_bytes += sum(_nbytes(payload) for payload in payloads.values())
+        journaling = self._journaler.submit(self._write, numbered)
         try:
-            self._pool.put(payloads)
+            if payloads:
+                self._pool.put(payloads)
+            journaling.result()
         except (StoreFull, PoolUnreachable) as error:
+            wait([journaling])
             self.drop(numbers)
             raise StoreFull(str(error)) from error
         return numbers
+
+    def _write(self, numbered: Sequence[tuple[int, Entry]]) -> None:
+        self._journal.write([(number, _journaled(number, entry)) for number, entry in numbered])
+        self._pool_bytes += sum(_nbytes(entry.payload or b"") for _, entry in numbered)
 
     @contextmanager
     def reader(self, wanted: Wanted = WHOLE) -> Iterator[Reader]:
@@ -108,11 +120,15 @@ class MooncakeStore:
 
     def close(self) -> None:
         """Leave the pool and let another daemon have the directory."""
+        self._journaler.shutdown()
         self._pool.close()
         self._journal.close()
 
-    def _drop_lost(self, numbers: Sequence[int]) -> None:
-        """Drop entries that were never acknowledged or whose payload the pool has lost."""
+    def _settle(self, numbers: Sequence[int]) -> None:
+        """Drop what was never acknowledged, and entries whose payload the pool has lost."""
+        unknown = range(self._next, self._next + _MOST_ENTRIES)
+        if not all(self._pool.remove([self._key(number) for number in unknown])):
+            self._next = unknown.stop  # Mooncake still keeps the place of a value half written
         sizes = self._sizes(numbers)
         present = self._pool.present([self._key(number) for number in sizes])
         lost = [number for number, there in zip(sizes, present, strict=True) if not there]
@@ -155,7 +171,7 @@ class MooncakeStore:
 def _journaled(number: int, entry: Entry) -> Entry:
     """Return an entry with the length and checksums of its payload in the payload's place."""
     if entry.payload is None or not _nbytes(entry.payload):
-        return Entry(entry.header)
+        return Entry(entry.header, vital=entry.vital)
     sums = row_sums(number, entry.payload, entry.row_bytes)
     words = np.empty(1 + len(sums), dtype="<u8")
     words[0], words[1:] = _nbytes(entry.payload), sums

@@ -183,7 +183,7 @@ def _connect(master: str) -> tuple[Any, Any]:
     except ImportError as error:
         raise NoMooncake(
             f"the Mooncake client cannot be loaded ({error}); pip install 'sglang-trace[mooncake]' "
-            "and the system's libibverbs1, librdmacm1 and libnuma1"
+            "and the system's libibverbs1 and libnuma1"
         ) from error
     client = MooncakeDistributedStore()
     code = client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", master)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +20,7 @@ from bridge import embedded
 from bridge.daemon import Daemon
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from bridge.store import MemoryStore, Store
+from bridge.wire import Policy
 
 # A busy machine is no failure: examples are bounded in number, the session in time.
 settings.register_profile("bridge", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -58,8 +63,8 @@ def make_rows(layout: RecordLayout) -> Callable[..., NDArray[np.uint8]]:
 
 
 @contextmanager
-def _serve(store: Store) -> Iterator[str]:
-    daemon = Daemon("tcp://127.0.0.1:0", store)
+def _serve(store: Store, policy: Policy | None = None) -> Iterator[str]:
+    daemon = Daemon("tcp://127.0.0.1:0", store, policy)
     stop = threading.Event()
     thread = threading.Thread(target=daemon.run, args=(stop.is_set,))
     thread.start()
@@ -72,10 +77,10 @@ def _serve(store: Store) -> Iterator[str]:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Store], str]]:
-    """serve(store) -> endpoint of a daemon in a thread of this process."""
+def serve() -> Iterator[Callable[..., str]]:
+    """serve(store, policy=None) -> endpoint of a daemon in a thread of this process."""
     with ExitStack() as daemons:
-        yield lambda store: daemons.enter_context(_serve(store))
+        yield lambda *arguments: daemons.enter_context(_serve(*arguments))
 
 
 @pytest.fixture
@@ -95,3 +100,17 @@ def start_process() -> Iterator[Callable[..., embedded.EmbeddedBridge]]:
     yield start
     for bridge in started:
         bridge.stop()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        pytest.skip("needs root on Linux to mount a small file system")
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a file system here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)

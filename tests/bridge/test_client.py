@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from bridge.client import TokenMismatch, TraceClient
+from bridge.connection import Connection
 from bridge.errors import BridgeUnreachable, UnknownTrajectory
 from bridge.layout import LayoutError, Part, RecordLayout, Site
 from bridge.producer import RecordProducer
+from bridge.store import MemoryStore
+from bridge.wire import Fetch, FetchReply
 
 NOBODY = "tcp://127.0.0.1:9"
 
@@ -213,6 +219,84 @@ def test_a_list_has_every_trajectory_with_what_is_held_of_it(
     assert item.weight_versions == ("v1", "v2")
     assert item.nbytes == 9 * layout.row_bytes(Part.FORWARD) + 8 * layout.row_bytes(Part.KV)
     assert (found["other0"].missing_forward, found["other0"].missing_kv) == (0, 0)
+
+
+def test_many_trajectories_come_in_order_ahead_of_their_reader(
+    producer: RecordProducer,
+    client: TraceClient,
+    make_rows: Callable[..., NDArray[np.uint8]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bridge.daemon.fetching.MAX_PAGE_BYTES", 500)
+    payload = make_rows(Part.FORWARD, range(60))
+    producer.send_rows(Part.FORWARD, range(60), payload, "v")
+    for number in range(4):
+        rows = range(number * 15, (number + 1) * 15)
+        producer.send_trajectory(f"t{number}", 0, rows, rows, "finished")
+    producer.flush()
+    names = ["t2", "nope", "t0", "t3", "nope", "t1"]
+    found = list(client.fetch_all(names, allow_unknown=True))
+    for name, records in zip(names, found, strict=True):
+        if name == "nope":
+            assert records is None
+        else:
+            assert records is not None
+            first = int(name[1:]) * 15
+            np.testing.assert_array_equal(records.forward, payload[first : first + 15])
+    refused = client.fetch_all(names)
+    assert next(refused) is not None
+    with pytest.raises(UnknownTrajectory):
+        next(refused)
+    given_up = client.fetch_all(names[2:4])
+    next(given_up)
+    given_up.close()  # type: ignore[attr-defined]
+    assert client.fetch("t1").tokens.tolist() == list(range(15, 30))
+
+
+def test_a_trajectory_told_anew_between_two_pages_is_read_again(
+    producer: RecordProducer,
+    client: TraceClient,
+    make_rows: Callable[..., NDArray[np.uint8]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bridge.daemon.fetching.MAX_PAGE_BYTES", 500)
+    payload = make_rows(Part.FORWARD, range(80))
+    producer.send_rows(Part.FORWARD, range(80), payload, "v")
+    producer.send_trajectory("t", 0, range(40), range(40), "open")
+    producer.flush()
+    told: list[bool] = []
+    reply = Connection.reply
+
+    def meddling(self: Connection, *arguments: Any) -> Any:
+        page = reply(self, *arguments)
+        if not told:
+            told.append(True)
+            producer.send_trajectory("t", 0, range(1, 41), range(40, 80), "finished")
+            producer.flush()
+        return page
+
+    monkeypatch.setattr(Connection, "reply", meddling)
+    records = client.fetch("t")
+    assert records.tokens.tolist() == list(range(1, 41))
+    np.testing.assert_array_equal(records.forward, payload[40:])
+
+
+def test_a_client_that_does_not_read_holds_up_nobody_and_gets_everything_later(
+    serve: Callable[..., str], layout: RecordLayout
+) -> None:
+    endpoint = serve(MemoryStore(64 << 20))
+    payload = np.ones((20_000, layout.row_bytes(Part.FORWARD)), dtype=np.uint8)
+    with RecordProducer(endpoint) as engine:
+        engine.hello("e", layout)
+        engine.send_rows(Part.FORWARD, range(20_000), payload, "v")
+        engine.send_trajectory("t", 0, range(20_000), range(20_000), "finished")
+    with TraceClient(endpoint) as reader, closing(Connection(endpoint)) as stalled:
+        asked = [stalled.say(Fetch("t")) for _ in range(200)]
+        for _ in range(3):
+            assert len(reader.fetch("t")) == 20_000
+        for seq in asked:
+            page = stalled.reply(seq, FetchReply, time.monotonic() + 60)
+            assert page.forward.min() == 1
 
 
 def test_an_unknown_trajectory_is_named(client: TraceClient) -> None:

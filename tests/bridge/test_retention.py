@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from bridge.client import TraceClient
 from bridge.embedded import EmbeddedBridge
-from bridge.errors import UnknownTrajectory
+from bridge.errors import StoreFull, UnknownTrajectory
 from bridge.index import Catalog
 from bridge.index.retention import garbage
 from bridge.layout import Part, RecordLayout
 from bridge.producer import RecordProducer
-from bridge.store import MemoryStore, Store
+from bridge.store import CachedStore, DiskStore, Entry, MemoryStore, Store
 from bridge.wire import Block, Hello, Policy, Step, Trajectory, TrajectoryState, WeightDigests
 
 OPEN, FINISHED = TrajectoryState.OPEN, TrajectoryState.FINISHED
@@ -271,22 +271,46 @@ def test_the_index_shrinks_with_what_is_given_up(layout: RecordLayout) -> None:
     assert catalog.rows(Part.FORWARD) == 10_000
 
 
-def test_a_store_that_is_full_is_emptied_by_a_step(
-    serve: Callable[[Store], str], layout: RecordLayout, make_rows: MakeRows
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_a_full_store_takes_the_news_of_a_step_and_has_room_again(
+    tmp_path: Path,
+    serve: Callable[..., str],
+    layout: RecordLayout,
+    make_rows: MakeRows,
+    tier: str,
 ) -> None:
-    endpoint = serve(MemoryStore(1 << 20))
+    limit = 2 << 20
+    disk = DiskStore(tmp_path, limit)
+    store: Store = MemoryStore(limit) if tier == "memory" else CachedStore(disk, limit)
+    endpoint = serve(store, Policy(keep=1))
     payload = np.repeat(make_rows(Part.FORWARD, range(100)), 100, axis=0)
     with (
         RecordProducer(endpoint, resend_after_s=0.1) as engine,
         TraceClient(endpoint) as trainer,
     ):
         engine.hello("e", layout)
-        for step in range(6):
-            trainer.begin_step(step)
-            rows = range(step * 10_000, (step + 1) * 10_000)
-            engine.send_rows(Part.FORWARD, rows, payload, "v")
-            while engine.acknowledged_rows < (step + 1) * 10_000:
-                engine.poll()
-                if trainer.stats().full:
-                    trainer.gc(Policy(keep=1))
-    assert step == 5
+        sent = 0
+        for step in range(4):
+            while not trainer.stats().full:
+                rows = range(sent, sent + 10_000)
+                engine.send_rows(Part.FORWARD, rows, payload, "v")
+                sent += 10_000
+                while engine.unacknowledged_bytes and not trainer.stats().full:
+                    engine.poll()
+            trainer.begin_step(step + 1)
+            engine.flush(timeout_s=60)
+            assert engine.acknowledged_rows == sent
+    disk.close()
+
+
+@pytest.mark.parametrize("step", range(2))
+def test_a_full_disk_takes_the_news_of_a_step_too(small_disk: Path, step: int) -> None:
+    store = DiskStore(small_disk / "store", 1 << 30)
+    held: list[int] = []
+    with pytest.raises(StoreFull):  # noqa: PT012
+        while True:
+            held += store.append([Entry(b"header", bytes(70_000 + step * 8_000))])
+    assert store.append([Entry(b"a step", vital=True)]) == [len(held)]
+    store.drop(held)
+    assert store.append([Entry(b"header", bytes(1_000_000))]) == [len(held) + 1]
+    store.close()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
@@ -20,20 +18,6 @@ from bridge.producer import RecordProducer
 from bridge.store import CorruptStore, DiskStore, Entry, Held, Store, StoreBusy
 
 LIMIT = 16 << 20
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    if not sys.platform.startswith("linux") or os.geteuid() != 0:
-        pytest.skip("needs root on Linux to mount a small file system")
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("may not mount a file system here")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_entries_are_there_after_reopening_and_numbering_goes_on(tmp_path: Path) -> None:

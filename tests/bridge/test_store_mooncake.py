@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import socket
@@ -30,9 +29,10 @@ from bridge.store import CorruptStore, DiskStore, Entry, MooncakeStore, Store, W
 from bridge.store.pool import NoMooncake, Pool, PoolUnreachable
 from bridge.store.pool_name import pool_name, refuse_pooled
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("mooncake") is None,
-    reason="needs mooncake-transfer-engine-non-cuda (pip install 'sglang-trace[mooncake]')",
+pytest.importorskip(
+    "mooncake.store",
+    reason="needs mooncake-transfer-engine-non-cuda, libibverbs1 and libnuma1",
+    exc_type=ImportError,
 )
 
 JOURNAL = 16 << 20
@@ -252,6 +252,19 @@ def test_an_entry_that_a_crash_left_without_payload_is_not_replayed(
     assert store.append([Entry(b"four", b"4")]) == [3]
 
 
+def test_a_payload_that_a_crash_left_without_entry_is_removed(
+    open_store: Callable[[], MooncakeStore], shared_pool: RunningPool, tmp_path: Path
+) -> None:
+    open_store().append([Entry(b"one", b"1")])
+    pool = _elsewhere(shared_pool)
+    orphans = [_key(tmp_path, number) for number in (1, 2)]
+    pool.put(dict.fromkeys(orphans, b"orphan"))
+    store = open_store()
+    assert pool.present(orphans) == [False, False]
+    assert store.append([Entry(b"two", b"2")]) == [1]
+    assert _payload(store, 1) == b"2"
+
+
 def test_rows_that_the_pool_alters_or_loses_are_missing_and_their_neighbours_are_not(
     shared_pool: RunningPool,
     tmp_path: Path,
@@ -301,6 +314,7 @@ def test_without_its_pool_a_bridge_refuses_and_serves_again_when_it_is_back(
         mortal_pool.kill()
         with pytest.raises(TraceError, match=r"Mooncake pool at .* does not answer"):
             client.fetch("t")
+        client.begin_step(1)  # goes to the journal only
         producer.send_rows(Part.FORWARD, [2, 3], payload[2:], "v")
         with pytest.raises(StoreFull, match=r"Mooncake pool at .* does not answer"):
             producer.flush(timeout_s=8)

@@ -14,7 +14,7 @@ from reference_rollout import SHAPE, Weights
 from torch import Tensor
 
 from bridge.client import TokenMismatch
-from bridge.errors import TraceError, UnknownTrajectory, WeightVersionMismatch
+from bridge.errors import TraceError, WeightVersionMismatch
 from bridge.layout import RecordLayout, Site
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -101,31 +101,19 @@ def test_a_missing_row_is_refused_unless_allowed(lib: Any, sequences: Any, recor
         lib.packed([None, records[1]], sequences)
 
 
-def test_an_unknown_trajectory_is_refused_unless_allowed() -> None:
-    from megatron_trace import Guidance, fetch_records
-
-    def fetch(name: str, **_: Any) -> str:
-        if name == "lost":
-            raise UnknownTrajectory("No trajectory 'lost': name one that was generated.")
-        return name
-
-    client: Any = SimpleNamespace(fetch=fetch)
-    with pytest.raises(UnknownTrajectory):
-        fetch_records(client, ["a", "lost"])
-    lenient = Guidance(on_missing="round_to_nearest")
-    assert fetch_records(client, ["a", "lost"], lenient) == ["a", None]
-
-
-def test_only_what_guides_is_fetched() -> None:
+def test_only_what_guides_is_fetched_and_unknown_names_only_if_gaps_are_allowed() -> None:
     from megatron_trace import Guidance, fetch_records
 
     asked: list[dict[str, Any]] = []
-    client: Any = SimpleNamespace(fetch=lambda name, **choice: asked.append(choice))
-    fetch_records(client, ["a"], Guidance(layers=(2, 3), sites=(Site.FC2, Site.K)))
-    fetch_records(client, ["a"], Guidance(layers=(2, 3), compare=True))
+    client: Any = SimpleNamespace(fetch_all=lambda names, **choice: asked.append(choice) or names)
+    assert fetch_records(client, ["a", "b"], Guidance(layers=(2, 3), sites=(Site.FC2,))) == [
+        "a",
+        "b",
+    ]
+    fetch_records(client, ["a"], Guidance(compare=True, on_missing="round_to_nearest"))
     assert asked == [
-        {"layers": (2, 3), "sites": (Site.FC2, Site.K, Site.ROUTES)},
-        {"layers": None, "sites": None},
+        {"layers": (2, 3), "sites": (Site.FC2, Site.ROUTES), "allow_unknown": False},
+        {"layers": None, "sites": None, "allow_unknown": True},
     ]
 
 
