@@ -83,7 +83,7 @@ EXAMPLES: list[Message] = [
     _ROWS,
     _ROWS.block,
     Stats(),
-    StatsReply("disk", *range(19)),
+    StatsReply("disk", *range(20)),
     Step(3),
     Pin(("t",), 60),
     Gc(Policy(keep=2, expire_s=0)),
