@@ -20,6 +20,8 @@ _HOST = "127.0.0.1"
 _START_S = 30.0
 _STOP_S = 10.0
 _LOOK_S = 0.2
+# A bridge that dies while it writes leaves values half written; Mooncake's default is 10 minutes.
+_HALF_WRITTEN_S = 20
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
@@ -57,6 +59,8 @@ def _commands(nbytes: int, port: int) -> tuple[list[str], tuple[list[str], int]]
     quiet = ["--logtostderr", "--minloglevel=2"]
     master = [sys.executable, "-m", "mooncake.cli", f"--rpc_address={_HOST}", f"--rpc_port={port}"]
     master += [f"--metrics_host={_HOST}", f"--metrics_port={metrics}", *quiet]
+    master += [f"--put_start_discard_timeout_sec={_HALF_WRITTEN_S // 2}"]
+    master += [f"--put_start_release_timeout_sec={_HALF_WRITTEN_S}"]
     segment = [sys.executable, "-m", "mooncake.cli_client", f"--host={_HOST}", f"--port={service}"]
     segment += [f"--master_server_address={_HOST}:{port}", "--metadata_server=P2PHANDSHAKE"]
     segment += [f"--global_segment_size={nbytes} B", *quiet]

@@ -237,7 +237,7 @@ def test_rows_on_their_way_at_kill_9_are_sent_again_and_nothing_stays_behind(
     bridge.stop()
     store = MooncakeStore(tmp_path, JOURNAL, shared_pool.master)
     store.drop([number for number, _ in store.replay()])
-    # Mooncake gives up what was half written after half a minute.
+    # Mooncake gives up what was half written after a while.
     _wait_until(lambda: store.drop([]) is None and store.fill().pool_bytes == 0, most_s=90)
     store.close()
 
