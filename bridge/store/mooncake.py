@@ -25,7 +25,7 @@ from bridge.errors import StoreFull
 from bridge.store.base import WHOLE, Entry, Fill, Held, Reader, Wanted
 from bridge.store.disk import DiskStore
 from bridge.store.pool import Pool, PoolUnreachable
-from bridge.store.pool_name import pool_name
+from bridge.store.pool_name import next_opening
 from bridge.store.pool_reader import Note, PoolReader
 from bridge.store.row_sums import row_is_intact, row_sums
 from bridge.wire.envelope import Buffer
@@ -51,7 +51,7 @@ class MooncakeStore:
         self._journal = DiskStore(directory, limit_bytes)
         try:
             numbers = [number for number, _ in self._journal.replay()]
-            self._name = pool_name(directory, empty=not numbers)
+            self._name, self._opening = next_opening(directory, empty=not numbers)
             self._pool = Pool(master)
             self._journaler = ThreadPoolExecutor(1, "journal")
             self._next = max(numbers, default=-1) + 1
@@ -73,7 +73,7 @@ class MooncakeStore:
         numbered = list(zip(numbers, entries, strict=True))
         self._next += len(entries)
         payloads = {
-            self._key(number): entry.payload
+            self._key(number, self._opening): entry.payload
             for number, entry in numbered
             if entry.payload is not None and _nbytes(entry.payload)
         }
@@ -89,7 +89,9 @@ class MooncakeStore:
         return numbers
 
     def _write(self, numbered: Sequence[tuple[int, Entry]]) -> None:
-        self._journal.write([(number, _journaled(number, entry)) for number, entry in numbered])
+        self._journal.write(
+            [(number, _journaled(number, self._opening, entry)) for number, entry in numbered]
+        )
         self._pool_bytes += sum(_nbytes(entry.payload or b"") for _, entry in numbered)
 
     @contextmanager
@@ -101,9 +103,14 @@ class MooncakeStore:
     def drop(self, numbers: Sequence[int]) -> None:
         """Give up entries; those that the pool does not remove now are tried again next time."""
         numbers = [*self._undropped, *numbers]
-        gone = self._removed(numbers)
+        notes = self._noted(numbers)
+        keys = [
+            notes[number][0] if number in notes else self._key(number, self._opening)
+            for number in numbers
+        ]
+        gone = self._removed(numbers, keys)
         self._undropped = sorted(set(numbers) - set(gone))
-        self._pool_bytes -= sum(self._sizes(gone).values())
+        self._pool_bytes -= sum(notes[number][1] for number in set(gone) if number in notes)
         self._journal.drop(gone)
 
     def reserve(self, index_bytes: int) -> None:
@@ -127,21 +134,20 @@ class MooncakeStore:
     def _settle(self, numbers: Sequence[int]) -> None:
         """Drop what was never acknowledged, and entries whose payload the pool has lost."""
         unknown = range(self._next, self._next + _MOST_ENTRIES)
-        if not all(self._pool.remove([self._key(number) for number in unknown])):
-            self._next = unknown.stop  # Mooncake still keeps the place of a value half written
-        sizes = self._sizes(numbers)
-        present = self._pool.present([self._key(number) for number in sizes])
-        lost = [number for number, there in zip(sizes, present, strict=True) if not there]
-        self._pool_bytes = sum(sizes.values())
+        self._pool.remove([self._key(number, self._opening - 1) for number in unknown])
+        notes = self._noted(numbers)
+        present = self._pool.present([key for key, _ in notes.values()])
+        lost = [number for number, there in zip(notes, present, strict=True) if not there]
+        self._pool_bytes = sum(nbytes for _, nbytes in notes.values())
         if lost:
-            log.warning("%d of %d payloads are not in the pool any more", len(lost), len(sizes))
+            log.warning("%d of %d payloads are not in the pool any more", len(lost), len(notes))
             self.drop(lost)
 
-    def _sizes(self, numbers: Iterable[int]) -> dict[int, int]:
-        """Return the bytes of payloads, by entry."""
+    def _noted(self, numbers: Iterable[int]) -> dict[int, tuple[str, int]]:
+        """Return (key, bytes) of payloads, by entry."""
         with self._notes() as note:
             found = {number: note(number) for number in numbers}
-            return {number: kept.nbytes for number, kept in found.items() if kept is not None}
+            return {n: (kept.key, kept.nbytes) for n, kept in found.items() if kept is not None}
 
     @contextmanager
     def _notes(self) -> Iterator[Callable[[int], Note | None]]:
@@ -152,29 +158,29 @@ class MooncakeStore:
                 if held is None or not _is_intact(number, held):
                     return None
                 words = np.frombuffer(held.payload, dtype="<u8")
-                return Note(self._key(number), int(words[0]), words[1:])
+                return Note(self._key(number, int(words[0])), int(words[1]), words[2:])
 
             yield note
 
-    def _removed(self, numbers: Sequence[int]) -> list[int]:
+    def _removed(self, numbers: Sequence[int], keys: Sequence[str]) -> list[int]:
         try:
-            gone = self._pool.remove([self._key(number) for number in numbers])
+            gone = self._pool.remove(keys)
         except PoolUnreachable as error:
             log.warning("%d dropped entries stay in the pool for now: %s", len(numbers), error)
             return []
         return [number for number, removed in zip(numbers, gone, strict=True) if removed]
 
-    def _key(self, number: int) -> str:
-        return f"bridge/{self._name}/{number}"
+    def _key(self, number: int, opening: int) -> str:
+        return f"bridge/{self._name}/{opening}/{number}"
 
 
-def _journaled(number: int, entry: Entry) -> Entry:
-    """Return an entry with the length and checksums of its payload in the payload's place."""
+def _journaled(number: int, opening: int, entry: Entry) -> Entry:
+    """Return an entry with opening, length and checksums of its payload in the payload's place."""
     if entry.payload is None or not _nbytes(entry.payload):
         return Entry(entry.header, vital=entry.vital)
     sums = row_sums(number, entry.payload, entry.row_bytes)
-    words = np.empty(1 + len(sums), dtype="<u8")
-    words[0], words[1:] = _nbytes(entry.payload), sums
+    words = np.empty(2 + len(sums), dtype="<u8")
+    words[0], words[1], words[2:] = opening, _nbytes(entry.payload), sums
     return Entry(entry.header, words.view(np.uint8).data)
 
 

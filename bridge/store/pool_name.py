@@ -16,28 +16,33 @@ def is_pooled(directory: Path) -> bool:
     return (directory / _FILE).exists()
 
 
-def pool_name(directory: Path, empty: bool) -> str:
-    """Return the directory's name, given to it while it is ``empty``; other bridges have others.
+def next_opening(directory: Path, empty: bool) -> tuple[str, int]:
+    """Return (the directory's name, how often it was opened before); the name is its own.
+
+    Keys are made of both. So no key is written by two processes, the later of which Mooncake would
+    tell that the value is there: the write of a process that was killed may still be on its way.
 
     Raises:
-        CorruptStore: it holds entries without a name: their payloads are in the directory.
+        CorruptStore: it is not ``empty`` and has no name: its payloads are in the directory.
     """
     file = directory / _FILE
     if file.exists():
-        return file.read_text().strip()
-    if not empty:
+        name, before = file.read_text().split()
+        opening = int(before) + 1
+    elif empty:
+        name, opening = uuid.uuid4().hex, 0
+    else:
         raise CorruptStore(
             f"{directory} keeps its records on disk; serve it without --mooncake or choose "
             "another --dir"
         )
-    name = uuid.uuid4().hex
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        os.write(descriptor, name.encode())
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return name
+    written = directory / f"{_FILE}.new"
+    with written.open("w") as stream:
+        stream.write(f"{name} {opening}")
+        stream.flush()
+        os.fsync(stream.fileno())
+    written.replace(file)
+    return name, opening
 
 
 def refuse_pooled(directory: Path) -> None:

@@ -27,7 +27,7 @@ from bridge.mooncake_pool import POOL_READY
 from bridge.producer import RecordProducer
 from bridge.store import CorruptStore, DiskStore, Entry, MooncakeStore, Store, Wanted
 from bridge.store.pool import NoMooncake, Pool, PoolUnreachable
-from bridge.store.pool_name import pool_name, refuse_pooled
+from bridge.store.pool_name import next_opening, refuse_pooled
 
 pytest.importorskip(
     "mooncake.store",
@@ -265,6 +265,24 @@ def test_a_payload_that_a_crash_left_without_entry_is_removed(
     assert _payload(store, 1) == b"2"
 
 
+def test_a_write_of_a_killed_process_that_arrives_late_costs_no_later_payload(
+    open_store: Callable[[], MooncakeStore], shared_pool: RunningPool, tmp_path: Path
+) -> None:
+    open_store()
+    store = open_store()
+    pool = _elsewhere(shared_pool)
+    pool.put({_key(tmp_path, 0): b"late"})
+    assert store.append([Entry(b"one", b"1")]) == [0]
+    assert _payload(store, 0) == b"1"
+    assert _payload(open_store(), 0) == b"1"
+    pool.remove([_key(tmp_path, 0)])
+
+
+def test_openings_of_a_directory_are_told_apart(tmp_path: Path) -> None:
+    first, second = (next_opening(tmp_path, empty=True) for _ in range(2))
+    assert (first[0], first[1] + 1) == second
+
+
 def test_rows_that_the_pool_alters_or_loses_are_missing_and_their_neighbours_are_not(
     shared_pool: RunningPool,
     tmp_path: Path,
@@ -399,8 +417,9 @@ def _elsewhere(pool: RunningPool) -> Pool:
     return Pool(pool.master)
 
 
-def _key(tmp_path: Path, number: int) -> str:
-    return f"bridge/{pool_name(tmp_path / 'store', empty=False)}/{number}"
+def _key(tmp_path: Path, number: int, opening: int = 0) -> str:
+    name = (tmp_path / "store" / "pool").read_text().split()[0]
+    return f"bridge/{name}/{opening}/{number}"
 
 
 def _free_port() -> int:
