@@ -16,6 +16,7 @@ import typer
 from bridge.errors import TraceError
 from bridge.observe.logs import LogFormat, Logging, LogLevel
 from bridge.serving import Access, Limits, serve_until_stopped
+from bridge.sizes import parse_size
 from bridge.wire import Policy
 
 app = typer.Typer(
@@ -50,6 +51,9 @@ ExpireOption = Annotated[
 KeysOption = Annotated[
     Path | None,
     typer.Option("--keys", help="This client's key file (see `keys`).", metavar="FILE"),
+]
+ParentOption = Annotated[
+    int | None, typer.Option(help="Stop when this parent process ends.", metavar="PID")
 ]
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5601"
 
@@ -87,6 +91,13 @@ def serve(
         Path | None,
         typer.Option(help="Where to put what memory cannot hold, without --dir.", metavar="DIR"),
     ] = None,
+    mooncake: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep record bytes in the Mooncake pool of this master, the rest in --dir.",
+            metavar="HOST:PORT",
+        ),
+    ] = None,
     keep: KeepOption = None,
     max_version_diff: VersionDiffOption = None,
     expire: ExpireOption = None,
@@ -101,25 +112,41 @@ def serve(
     log_format: Annotated[
         LogFormat, typer.Option(help="json: one object a line, with a stable event name.")
     ] = LogFormat.TEXT,
-    parent: Annotated[
-        int | None, typer.Option(help="Stop when this parent process ends.", metavar="PID")
-    ] = None,
+    parent: ParentOption = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; prints `bridge ready ENDPOINT` when it listens.
 
     With --dir an acknowledged record survives a crash, and memory is a cache; without, records
-    live in memory and then in scratch space on disk, as long as the bridge runs.
+    live in memory and then in scratch space on disk, as long as the bridge runs. With --mooncake
+    too, record bytes live in memory of the pool's processes and survive a crash of the bridge.
     """
     with _one_sentence_errors():
         serve_until_stopped(
             endpoint,
             Access(keys, insecure),
-            Limits(directory, spill, memory_limit, disk_limit),
+            Limits(directory, spill, memory_limit, disk_limit, mooncake),
             Policy(keep, max_version_diff, expire),
             Logging(log_level, log_format),
             http,
             parent,
         )
+
+
+@app.command()
+def mooncake(
+    size: Annotated[str, typer.Option(help="Most memory of the pool.", metavar="SIZE")] = "8GiB",
+    port: Annotated[int, typer.Option(help="Where its master listens.")] = 50051,
+    parent: ParentOption = None,
+) -> None:
+    """Run a Mooncake pool for this machine until SIGTERM or Ctrl-C, for `serve --mooncake`.
+
+    Its transfer ports listen on every interface and ask for no password: that is how Mooncake is
+    built. On a machine that others can reach, let a firewall close them.
+    """
+    from bridge.mooncake_pool import run_until_stopped
+
+    with _one_sentence_errors():
+        run_until_stopped(parse_size(size), port, parent)
 
 
 @app.command()
@@ -171,6 +198,7 @@ def top(
             "--endpoint", help=f"A bridge to watch, may be repeated; else {DEFAULT_ENDPOINT}."
         ),
     ] = None,
+    keys: KeysOption = None,
     once: Annotated[bool, typer.Option("--once", help="Print the tables once.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON once.")] = False,
 ) -> None:
@@ -181,7 +209,7 @@ def top(
     from bridge.observe.top import show_json, show_live, show_once
     from bridge.observe.watch import Watch
 
-    with Watch(endpoints or [DEFAULT_ENDPOINT]) as watch:
+    with _one_sentence_errors(), Watch(endpoints or [DEFAULT_ENDPOINT], keys) as watch:
         if not once and not as_json:
             return show_live(watch)
         all_answer = show_json(watch) if as_json else show_once(watch)

@@ -40,6 +40,7 @@ def start(
     *,
     disk_limit: str | None = None,
     memory_limit: str | None = None,
+    mooncake: str | None = None,
     spill: Path | str | None = None,
     keep: int | None = None,
     max_version_diff: int | None = None,
@@ -54,6 +55,7 @@ def start(
             beyond its limit, in scratch space on disk, as long as the daemon runs.
         disk_limit: size such as "64GiB"; None is the default of ``python -m bridge serve``.
         memory_limit: likewise, for records in memory and the index of all records.
+        mooncake: HOST:PORT of a Mooncake master, to keep record bytes in its pool.
         spill: where the scratch space is made; None is the system's place for temporary files.
         keep: RL steps kept (see TraceClient.begin_step); None keeps all.
         max_version_diff: weight versions behind the newest that are kept; None keeps all.
@@ -68,6 +70,7 @@ def start(
         "--dir": directory,
         "--disk-limit": disk_limit,
         "--memory-limit": memory_limit,
+        "--mooncake": mooncake,
         "--spill": spill,
         "--keep": keep,
         "--max-version-diff": max_version_diff,

@@ -27,6 +27,7 @@ class Inspection:
     disk_bytes: int
     memory_limit: int | None
     disk_limit: int | None
+    pool_bytes: int
     full: bool
     step: int
     dropped_rows: int
@@ -44,6 +45,7 @@ def inspect_endpoint(endpoint: str, prefix: str, keys: Path | None = None) -> In
             stats.disk_bytes,
             stats.memory_limit,
             stats.disk_limit,
+            stats.pool_bytes,
             bool(stats.full),
             stats.step,
             stats.dropped_rows,
@@ -66,6 +68,7 @@ def inspect_directory(directory: Path, prefix: str) -> Inspection:
             disk_bytes=store.fill().disk_bytes,
             memory_limit=None,
             disk_limit=None,
+            pool_bytes=0,
             full=False,
             step=catalog.step,
             dropped_rows=dropped,
@@ -103,7 +106,10 @@ def render(inspection: Inspection) -> None:
     console.print(table)
     memory = _fill(inspection.memory_bytes, inspection.memory_limit)
     disk = _fill(inspection.disk_bytes, inspection.disk_limit)
-    console.print(f"memory: {memory}, disk: {disk} (a row that trajectories share is stored once)")
+    pool = f", Mooncake: {format_size(inspection.pool_bytes)}" if inspection.pool_bytes else ""
+    console.print(
+        f"memory: {memory}, disk: {disk}{pool} (a row that trajectories share is stored once)"
+    )
     console.print(f"RL step {inspection.step}, {inspection.dropped_rows} rows dropped by engines")
     if inspection.full:
         console.print("the store is full and refuses records: python -m bridge gc makes room")

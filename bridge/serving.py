@@ -18,7 +18,8 @@ from bridge.keys import BridgeKeys
 from bridge.observe.logs import Event, Logging, event
 from bridge.observe.status import Status
 from bridge.sizes import parse_size
-from bridge.store import CachedStore, DiskStore, MemoryStore, Store
+from bridge.store import CachedStore, DiskStore, MemoryStore, MooncakeStore, Store
+from bridge.store.pool_name import refuse_pooled
 from bridge.store.scratch import scratch_store
 from bridge.wire import Policy
 
@@ -31,12 +32,14 @@ class Limits:
 
     directory   keeps records across crashes; None: memory, then scratch space under ``spill``
     spill       None is the system's place for temporary files that may be large
+    mooncake    HOST:PORT of the master of a pool for record bytes; the rest stays in ``directory``
     """
 
     directory: Path | None
     spill: Path | None
     memory: str
     disk: str
+    mooncake: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,11 @@ class StopSignal:
 
 def _store(limits: Limits) -> Store:
     memory, disk = parse_size(limits.memory), parse_size(limits.disk)
+    if limits.mooncake is not None:
+        if limits.directory is None:
+            raise TraceError("--mooncake needs --dir: only record bytes go to the pool")
+        return CachedStore(MooncakeStore(limits.directory, disk, limits.mooncake), memory)
     if limits.directory is not None:
+        refuse_pooled(limits.directory)
         return CachedStore(DiskStore(limits.directory, disk), memory)
     return MemoryStore(memory, scratch_store(limits.spill, disk))

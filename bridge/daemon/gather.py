@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.observe.logs import Event, event
-from bridge.store import Held, Store
+from bridge.store import Held, Run, Store, Wanted
 from bridge.store.row_sums import row_is_intact
 
 log = logging.getLogger(__name__)
@@ -43,10 +43,14 @@ class Gather:
         if out_NS.size == 0:
             return out_NS, valid_N
         copy = _copier(row_bytes, columns, out_NS)
-        with self._store.reader() as read:
-            for block, offset, at, count in _runs(places_N):
+        runs = list(_runs(places_N))
+        with self._store.reader(Wanted(row_bytes, runs)) as read:
+            for block, first, at, count in runs:
                 held = read(block)
-                if held is None or (offset + count) * row_bytes > held.payload.nbytes:
+                if held is None:
+                    continue
+                offset = first - held.first_row
+                if (offset + count) * row_bytes > held.payload.nbytes:
                     continue
                 copy(held.payload, offset, at, count)
                 valid_N[at : at + count] = True
@@ -64,20 +68,19 @@ class Gather:
         for index in range(len(valid_C)):
             begin = (offset + index) * row_bytes
             row = held.payload[begin : begin + row_bytes]
-            if index >= len(expected) or not row_is_intact(
-                block, offset + index, row, expected[index]
-            ):
+            place = held.first_row + offset + index
+            if index >= len(expected) or not row_is_intact(block, place, row, expected[index]):
                 valid_C[index] = False
                 self.corrupt_rows += 1
                 log.warning(
                     "row %d of entry %d fails its checksum",
-                    offset + index,
+                    place,
                     block,
-                    extra=event(Event.ROW_DAMAGED, entry=block, row=offset + index),
+                    extra=event(Event.ROW_DAMAGED, entry=block, row=place),
                 )
 
 
-def _runs(places_N: NDArray[np.void]) -> Iterator[tuple[int, int, int, int]]:
+def _runs(places_N: NDArray[np.void]) -> Iterator[Run]:
     """Yield (block, first offset, index of the first row, rows) of every run of held rows."""
     blocks, offsets = places_N["block"], places_N["offset"].astype(np.int64)
     breaks = (np.diff(blocks) != 0) | (np.diff(offsets) != 1)

@@ -60,6 +60,7 @@ class Census:
             memory_limit=fill.memory_limit,
             disk_bytes=fill.disk_bytes,
             disk_limit=fill.disk_limit,
+            pool_bytes=fill.pool_bytes,
             full=int(self._ingest.full),
             step=self._catalog.step,
             engines=len(self._catalog.engines),

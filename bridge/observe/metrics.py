@@ -77,7 +77,12 @@ def _traffic(status: Status) -> Iterator[Metric]:
 
 def _store(status: Status) -> Iterator[Metric]:
     held = status.held
-    used = {"memory": held.memory_bytes, "index": held.index_bytes, "disk": held.disk_bytes}
+    used = {
+        "memory": held.memory_bytes,
+        "index": held.index_bytes,
+        "disk": held.disk_bytes,
+        "pool": held.pool_bytes,
+    }
     yield _gauges("tier_bytes", "Bytes in use; the index lies in memory", "tier", used)
     limits = {"memory": held.memory_limit, "disk": held.disk_limit}
     yield _gauges("tier_limit_bytes", "Most that may be used; 0: no such tier", "tier", limits)
@@ -92,6 +97,7 @@ def _messages(status: Status) -> Iterator[Metric]:
     yield _counter("messages", "Messages of engines and steps accepted", held.messages)
     yield _counter("duplicate_messages", "Messages that came again", held.duplicates)
     yield _counters("refused_messages", "Messages answered with an error", "reason", status.refused)
+    yield _counter("refused_connections", "Connections without a known key", held.refused_peers)
 
 
 def _trajectories(status: Status) -> Iterator[Metric]:

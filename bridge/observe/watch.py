@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from types import TracebackType
@@ -18,8 +19,10 @@ _PATIENCE_S = 2.0
 class Watch:
     """Connections to daemons; use it from one thread."""
 
-    def __init__(self, endpoints: Iterable[str]) -> None:
-        self._connections = {endpoint: Connection(endpoint) for endpoint in endpoints}
+    def __init__(
+        self, endpoints: Iterable[str], keys: str | os.PathLike[str] | None = None
+    ) -> None:
+        self._connections = {endpoint: Connection(endpoint, keys) for endpoint in endpoints}
 
     def look(self) -> dict[str, Status | TraceError]:
         """Return, by endpoint, what each daemon shows, or why it shows nothing."""

@@ -1,10 +1,11 @@
-"""Where record bytes live: in memory with a limit, and on disk, crash-safe."""
+"""Where record bytes live: in memory with a limit, on disk, or in a Mooncake pool."""
 
-from bridge.store.base import Entry, Fill, Held, Reader, Store
+from bridge.store.base import Entry, Fill, Held, Reader, Run, Store, Wanted
 from bridge.store.cached import CachedStore
 from bridge.store.directory import CorruptStore, StoreBusy
 from bridge.store.disk import DiskStore
 from bridge.store.memory import MemoryStore
+from bridge.store.mooncake import MooncakeStore
 
 __all__ = [
     "CachedStore",
@@ -14,7 +15,10 @@ __all__ = [
     "Fill",
     "Held",
     "MemoryStore",
+    "MooncakeStore",
     "Reader",
+    "Run",
     "Store",
     "StoreBusy",
+    "Wanted",
 ]

@@ -7,7 +7,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -42,24 +42,43 @@ class Held:
     """A payload as a tier holds it.
 
     ``sums`` are the row checksums (`bridge.store.row_sums`) where bytes can change behind the
-    daemon's back; None where only this process can reach them.
+    daemon's back; None where only this process can reach them. Both begin at ``first_row`` of the
+    entry, which is 0 unless only some rows were wanted.
     """
 
     payload: memoryview
     sums: NDArray[np.uint64] | None = None
+    first_row: int = 0
 
 
+# Rows of an entry that follow each other: (entry, first row, first row of the answer, rows).
+Run = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What will be read, in order, so that a tier far away can fetch it in few requests."""
+
+    row_bytes: int
+    runs: Iterable[Run]
+
+
+WHOLE = Wanted(0, ())
 Reader = Callable[[int], Held | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Bytes in use and their limits by tier; a limit of 0 is a tier that is not there."""
+    """Bytes in use and their limits by tier; a limit of 0 is a tier that is not there.
+
+    ``pool_bytes`` lie in memory of other processes, which bound it themselves.
+    """
 
     memory_bytes: int = 0
     memory_limit: int = 0
     disk_bytes: int = 0
     disk_limit: int = 0
+    pool_bytes: int = 0
 
 
 class Store(Protocol):
@@ -74,8 +93,11 @@ class Store(Protocol):
             StoreFull: none of the entries is held; everything held before still is.
         """
 
-    def reader(self) -> AbstractContextManager[Reader]:
-        """Give a function from entry number to payload; its buffers live as long as the context."""
+    def reader(self, wanted: Wanted = WHOLE) -> AbstractContextManager[Reader]:
+        """Give a function from entry number to payload; its buffers live as long as the context.
+
+        A payload holds the wanted rows of its entry at least, and all rows if none are wanted.
+        """
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Give up entries; their space is used again. Unknown numbers are passed over."""

@@ -1,35 +1,35 @@
-"""The durable store: every entry goes to disk, and memory keeps the newest payloads for reading."""
+"""Memory over a durable store, which holds every entry; memory keeps the newest payloads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from bridge.errors import StoreFull
-from bridge.store.base import Entry, Fill, Reader
-from bridge.store.disk import DiskStore
+from bridge.store.base import WHOLE, Entry, Fill, Reader, Store, Wanted
 from bridge.store.payloads import Payloads, cost, room_of
 
 
 class CachedStore:
-    """What is appended is on disk when `append` returns; memory holds ``memory_limit`` at most."""
+    """What is appended is durable when `append` returns; memory holds ``memory_limit`` at most."""
 
-    def __init__(self, disk: DiskStore, memory_limit: int) -> None:
-        self.tier = "memory and disk"
-        self._disk = disk
+    def __init__(self, durable: Store, memory_limit: int) -> None:
+        self.tier = f"memory and {durable.tier}"
+        self._durable = durable
         self._limit = memory_limit
         self._index_bytes = 0
         self._recent = Payloads()
 
     def append(self, entries: Sequence[Entry]) -> list[int]:
-        """Write all entries in one synced transaction or raise StoreFull."""
+        """Hold all entries durably or raise StoreFull."""
         full = self._index_bytes > room_of(self._limit)
         if full and not all(entry.vital for entry in entries):
             raise StoreFull(
                 f"the index of the bridge's records takes {self._index_bytes} bytes, more than "
                 "its memory limit; collect old steps (python -m bridge gc) or raise --memory-limit"
             )
-        numbers = self._disk.append(entries)
+        numbers = self._durable.append(entries)
         self._make_room(sum(cost(entry.payload) for entry in entries))
         for number, entry in zip(numbers, entries, strict=True):
             if entry.payload is not None and cost(entry.payload) <= self._room():
@@ -37,14 +37,15 @@ class CachedStore:
         return numbers
 
     @contextmanager
-    def reader(self) -> Iterator[Reader]:
+    def reader(self, wanted: Wanted = WHOLE) -> Iterator[Reader]:
         """Give the payload lookup: memory first."""
-        with self._disk.reader() as on_disk:
-            yield lambda number: self._recent.get(number) or on_disk(number)
+        below = (run for run in wanted.runs if self._recent.get(run[0]) is None)
+        with self._durable.reader(replace(wanted, runs=below)) as durable:
+            yield lambda number: self._recent.get(number) or durable(number)
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Give up entries in both tiers."""
-        self._disk.drop(numbers)
+        self._durable.drop(numbers)
         for number in numbers:
             self._recent.pop(number)
 
@@ -54,18 +55,19 @@ class CachedStore:
         self._make_room(0)
 
     def replay(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the entries on disk."""
-        return self._disk.replay()
+        """Yield the durable entries."""
+        return self._durable.replay()
 
     def fill(self) -> Fill:
-        """Return what both tiers hold."""
-        disk = self._disk.fill()
-        return Fill(self._recent.nbytes, self._limit, disk.disk_bytes, disk.disk_limit)
+        """Return what all tiers hold."""
+        return replace(
+            self._durable.fill(), memory_bytes=self._recent.nbytes, memory_limit=self._limit
+        )
 
     def close(self) -> None:
-        """Close the disk and drop the cache."""
+        """Close the durable store and drop the cache."""
         self._recent.clear()
-        self._disk.close()
+        self._durable.close()
 
     def _room(self) -> int:
         return room_of(self._limit) - self._index_bytes - self._recent.nbytes

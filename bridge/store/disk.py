@@ -18,7 +18,7 @@ import lmdb
 import numpy as np
 
 from bridge.errors import SchemaMismatch, StoreFull
-from bridge.store.base import Entry, Fill, Held, Reader
+from bridge.store.base import WHOLE, Entry, Fill, Held, Reader, Wanted
 from bridge.store.directory import Ballast, CorruptStore, locked
 from bridge.store.row_sums import row_sums
 from bridge.wire.envelope import SCHEMA_VERSION
@@ -205,7 +205,7 @@ class DiskStore:
     # --- reading
 
     @contextmanager
-    def reader(self) -> Iterator[Reader]:
+    def reader(self, wanted: Wanted = WHOLE) -> Iterator[Reader]:
         """Give the payload lookup: buffers point into the file's map until the context ends."""
         payloads, sums = self._tables[b"payload"], self._tables[b"sums"]
 

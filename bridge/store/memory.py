@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from bridge.errors import StoreFull
-from bridge.store.base import Entry, Fill, Reader
+from bridge.store.base import WHOLE, Entry, Fill, Reader, Wanted
 from bridge.store.disk import DiskStore
 from bridge.store.payloads import Payloads, cost, room_of
 
@@ -42,7 +42,7 @@ class MemoryStore:
         return numbers
 
     @contextmanager
-    def reader(self) -> Iterator[Reader]:
+    def reader(self, wanted: Wanted = WHOLE) -> Iterator[Reader]:
         """Give the payload lookup."""
         if self._spill is None:
             yield self._payloads.get

@@ -143,12 +143,13 @@ class StatsReply(HeaderOnly):
     """The daemon's counters; ``store`` names its tiers, memory before disk.
 
     ``memory_bytes`` counts record bytes in memory and ``index_bytes`` what finds them, together
-    under ``memory_limit``; ``disk_bytes`` is under ``disk_limit`` (0: no such tier). ``full`` is 1
-    while the store refuses records. ``corrupt_rows`` counts rows that failed their checksum when
-    read (they are then missing), ``damaged_entries`` journal entries that were not readable at
-    start-up, ``refused`` messages answered with an error, ``refused_peers`` connections that had
-    no key that is known, ``commits`` writes to the store, ``dropped_rows`` rows that engines gave
-    up, ``collected`` trajectories that were removed.
+    under ``memory_limit``; ``disk_bytes`` is under ``disk_limit`` (0: no such tier);
+    ``pool_bytes`` lie in a Mooncake pool. ``full`` is 1 while the store refuses records.
+    ``corrupt_rows`` counts rows that failed their checksum when read (they are then missing),
+    ``damaged_entries`` journal entries that were not readable at start-up, ``refused`` messages
+    answered with an error, ``refused_peers`` connections that had no key that is known,
+    ``commits`` writes to the store, ``dropped_rows`` rows that engines gave up, ``collected``
+    trajectories that were removed.
     """
 
     KIND: ClassVar[str] = "stats_reply"
@@ -159,6 +160,7 @@ class StatsReply(HeaderOnly):
     memory_limit: int
     disk_bytes: int
     disk_limit: int
+    pool_bytes: int
     full: int
     step: int
     engines: int

@@ -87,7 +87,7 @@ EXAMPLES: list[Message] = [
     Observe(),
     ObserveReply(b'{"status": 1}'),
     Stats(),
-    StatsReply("disk", *range(20)),
+    StatsReply("disk", *range(21)),
     Step(3),
     Pin(("t",), 60),
     Gc(Policy(keep=2, expire_s=0)),
