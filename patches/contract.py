@@ -6,6 +6,7 @@ callbacks (``signatures.py``) and attributes (``attributes.py``), under ``module
 """
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
@@ -21,7 +22,7 @@ class AbsentError(Exception):
 
 
 @dataclass(frozen=True)
-class Use:
+class Use(ABC):
     """One thing that our code takes for granted; from release ``since`` on, until ``before``."""
 
     since: str = field(default="", kw_only=True)
@@ -34,9 +35,9 @@ class Use:
             self.before and version_key(self.before) <= ours
         )
 
+    @abstractmethod
     def fault(self) -> str:
         """Half a sentence: what we expect and what there is; empty if they fit."""
-        raise NotImplementedError
 
 
 def faults(uses: Iterable[Use], version: str) -> Iterator[str]:
