@@ -1,0 +1,1 @@
+"""Attention over an NVFP4 KV cache."""
