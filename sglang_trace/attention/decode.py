@@ -18,7 +18,7 @@ from sglang_trace.attention.build import load
 HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
 MAX_BATCH = 1024
-_WARPS = 8
+_WARPS = 8  # of a CTA
 _WARP_PARTS = 16  # partial results that a warp of `merge` reads at once
 
 
@@ -38,8 +38,15 @@ class Tuning:
     @classmethod
     def of(cls, head_dim: int, group: int) -> Tuning:
         """Return what was fastest for a shape on an H200 (benchmarks/decode_attention.py)."""
-        if head_dim == 256 or group > 8:
-            return cls(1, 4, 1) if head_dim == 256 else cls(2, 4, 1)
+        match head_dim, group > 8:
+            case (256, True):
+                return cls(1, 4, 1)
+            case (256, False):
+                return cls(2, 3, 1)
+            case (128, True):
+                return cls(2, 4, 1)
+            case (64, False):
+                return cls(2, 4, 2)
         return cls(2, 3, 2)
 
 

@@ -134,6 +134,10 @@ __device__ __forceinline__ void keep(V& value) {
   if constexpr (sizeof(V) == 8) asm volatile("" : "+l"(value)); else asm volatile("" : "+r"(value));
 }
 
+// Every nibble's sign. From constant memory, because the assembler knows a literal's bits and would
+// undo `choose` below.
+__constant__ uint32_t sign_bits = 0x88888888;
+
 // Bits of `a` where the mask is set, of `b` elsewhere, in one instruction.
 __device__ __forceinline__ uint32_t choose(uint32_t mask, uint32_t a, uint32_t b) {
   uint32_t chosen;
@@ -146,7 +150,7 @@ __device__ __forceinline__ uint32_t choose(uint32_t mask, uint32_t a, uint32_t b
 __device__ __forceinline__ void expand(uint32_t word, uint32_t (&pair)[4]) {
   constexpr uint32_t kRest = 0x1c1c1c1c;
   // The other nibble's sign is at bit 3 of a byte, where the rest goes.
-  const uint32_t signs = word & 0x88888888;
+  const uint32_t signs = word & sign_bits;
   const uint32_t even = choose(kRest, word << 2, signs << 4);
   const uint32_t odd = choose(kRest, word >> 2, signs);
   asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b; }"
