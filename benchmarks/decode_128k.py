@@ -18,7 +18,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -38,7 +37,6 @@ from bridge.client import TraceClient
 from sglang_trace.config import TraceConfig, parse_sites
 
 NAME = "decode_128k"
-RECORDS_TIMEOUT_S = 20
 CONTEXTS = (8192, 32768, 65536, 131072)
 # Beyond the longest context: the tokens that are decoded.
 CONTEXT_LENGTH = CONTEXTS[-1] + 1024
@@ -225,17 +223,11 @@ def reason(log: str) -> str:
     return (errors or lines or ["it printed nothing"])[-1][:500]
 
 
-def recorded(bridge: str, row: dict[str, Any]) -> dict[str, int]:
-    """How many of a batch's decoded rows the bridge lacks, once all its requests have ended."""
-    expected = row["batch"] * row["steps_recorded"]
-    end = time.monotonic() + RECORDS_TIMEOUT_S
+def recorded(bridge: str, rows: list[dict[str, Any]]) -> dict[str, int]:
+    """How many rows a process should have sent in all, and how many its bridge holds."""
+    expected = sum(row["batch"] * row["steps_recorded"] for row in rows)
     with TraceClient(bridge) as client:
-        while True:
-            told = client.list_trajectories(f"decode-{row['context']}/")
-            rows = sum(each.rows for each in told)
-            if rows >= expected or time.monotonic() > end:
-                return {"rows_recorded": rows, "rows_missing": expected - rows}
-            time.sleep(0.1)
+        return {"run_rows_sent": expected, "run_rows_held": client.stats().forward_rows}
 
 
 def measure(
@@ -247,29 +239,34 @@ def measure(
     sites: str,
     log: Path,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row a context; a context without one gets a row that says why."""
+    """Yield a row a context; a context without one gets a row that says why.
+
+    The last one of a process that captures comes twice.
+    """
     command = [
         *(sys.executable, "-m", "benchmarks.decode_engine", "--model", str(model)),
         *("--contexts", ",".join(map(str, contexts)), "--steps", str(steps)),
         *("--server", json.dumps(server)),
     ]
     missing = dict.fromkeys(contexts, "the process ended early")
+    decoded: list[dict[str, Any]] = []
     with ExitStack() as ending:
         environment: dict[str, str] = {}
-        bridge: str | None = None
         if CONFIGURATIONS[name].capture:
             daemon = embedded.start(memory_limit="16GiB")
             ending.callback(daemon.stop)
-            bridge = daemon.endpoint
-            environment = TraceConfig(bridge, parse_sites(sites)).to_environment()
+            environment = TraceConfig(daemon.endpoint, parse_sites(sites)).to_environment()
         try:
             for row in run(command, environment, log):
                 del missing[row["context"]]
-                if bridge is not None and "batch" in row:
-                    row |= recorded(bridge, row)
-                yield with_limit(row)
+                row = with_limit(row)
+                decoded += [row] if "batch" in row else []
+                yield row
         except RuntimeError as error:
             missing = dict.fromkeys(missing, str(error))
+        if environment and decoded:
+            # Once more, with what can be counted at the end only.
+            yield decoded[-1] | recorded(daemon.endpoint, decoded)
     for context, why in missing.items():
         yield {"context": context, "failed": why}
 
