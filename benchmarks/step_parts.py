@@ -19,7 +19,7 @@ PARTS = {
     "attention": (
         r"BatchDecode|BatchPrefill|SinglePrefill|PagedKVCache|MergeState|flash_fwd|fmha"
         r"|_fwd_(grouped_)?kernel_stage|_fwd_kernel|attention|paged_decode|decode_split|_split_kv"
-        r"|_merge_splits|_decode_kernel|kv_indices|store_kv|kv_cache|_write_kv|_store_fp4"
+        r"|attend_tiles|\bmerge\(|kv_indices|store_kv|kv_cache|_write_kv|_kv_rows"
     ),
     "experts": (
         r"fused_moe|moe_|_moe|topk|_multiply|_sort_rows|_combine|_quantize_tokens|_quantize_slots"
