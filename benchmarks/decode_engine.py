@@ -20,7 +20,7 @@ import json
 import statistics
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +30,7 @@ import typer
 from torch import Tensor
 
 from benchmarks import step_parts
+from examples.demo.server import free_port
 
 ROW = "row "
 WARM_UP = 4
@@ -112,10 +113,9 @@ class Clock:
 
 
 class Engine:
-    """A loaded model and its KV pool. `arguments` are those of SGLang's server."""
+    """A loaded model and its KV pool. `server_args` are the options of SGLang's server."""
 
-    def __init__(self, arguments: list[str], contexts: list[int], steps: int) -> None:
-        server_args = resolve(arguments)
+    def __init__(self, server_args: Any, contexts: list[int], steps: int) -> None:
         self.steps = steps
         self.runner = load(server_args)
         pool_tokens = self.runner.max_total_num_tokens
@@ -192,27 +192,15 @@ def parts_of(batch: Batch, ms: float) -> dict[str, Any]:
     return {"split_ms": parts, "largest": step_parts.largest(kernels, PROFILED)}
 
 
-def resolve(arguments: list[str]) -> Any:
-    """SGLang's options, prepared and checked as the server process does."""
-    from sglang_trace import cpu_host, hooks, liveness, refusals, server_process
-    from sglang_trace.config import TraceConfig
+def with_options(arguments: list[str], work: Callable[[Any], None]) -> None:
+    """Let our server process read and check its options, and do `work` where it would serve."""
+    from sglang_trace import hooks, server_process
 
     hooks.on_import()
-    from sglang.srt.plugins import load_plugins
+    from sglang import launch_server
 
-    load_plugins()
-    config = TraceConfig.from_environment()
-    if config is not None:
-        liveness.check_options()
-    server_process.offer_quantization()
-    if cpu_host.is_cpu_host():
-        cpu_host.allow_fp4_kv_cache()
-    server_args = server_process.parse(
-        arguments, server_process.defaults(capturing=config is not None)
-    )
-    if config is not None:
-        refusals.check_arguments(server_process.resolved(server_args), config)
-    return server_args
+    launch_server.run_server = work
+    server_process.main(arguments)
 
 
 def load(server_args: Any) -> Any:
@@ -383,21 +371,27 @@ def main(
 ) -> None:
     """Prints one line of JSON, after `row `, for every context."""
     wanted = [int(context) for context in contexts.split(",")]
-    arguments = ["--model-path", str(model), *json.loads(server)]
     rate = None
     if torch.cuda.is_available():
         from benchmarks.gpu_timing import copy_rate
 
         rate = round(copy_rate())
         torch.cuda.empty_cache()
-    began = time.perf_counter()
-    engine = Engine(arguments, wanted, steps)
-    sizes = engine.sizes() | {"load_s": round(time.perf_counter() - began, 1)}
-    for context in wanted:
-        row = {"context": context} | sizes | engine.measure(context)
-        if rate is not None:
-            row["copy_gb_per_s"] = rate
-        print(ROW + json.dumps(row), flush=True)
+
+    def work(server_args: Any) -> None:
+        began = time.perf_counter()
+        engine = Engine(server_args, wanted, steps)
+        sizes = engine.sizes() | {"load_s": round(time.perf_counter() - began, 1)}
+        for context in wanted:
+            row = {"context": context} | sizes | engine.measure(context)
+            if rate is not None:
+                row["copy_gb_per_s"] = rate
+            print(ROW + json.dumps(row), flush=True)
+
+    # The port is not used; that it is free is checked all the same.
+    with_options(
+        ["--model-path", str(model), "--port", str(free_port()), *json.loads(server)], work
+    )
 
 
 if __name__ == "__main__":
