@@ -29,9 +29,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.capture_gpu import CONFIG
 from benchmarks.decode_engine import ROW
 from benchmarks.gpu_timing import git_commit
+from benchmarks.qwen3_30b_a3b import TINY, write_model
 from bridge import embedded
 from bridge.client import TraceClient
 from sglang_trace.config import TraceConfig, parse_sites
@@ -41,20 +41,6 @@ CONTEXTS = (8192, 32768, 65536, 131072)
 # Beyond the longest context: the tokens that are decoded.
 CONTEXT_LENGTH = CONTEXTS[-1] + 1024
 BASE = "bf16"
-TINY = {
-    "num_hidden_layers": 2,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "vocab_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "eos_token_id": 511,
-    "bos_token_id": 510,
-}
 
 
 @dataclass(frozen=True)
@@ -176,14 +162,12 @@ def report(rows: list[dict[str, Any]], commit: str, **more: Any) -> dict[str, An
 # --- one configuration
 
 
-def write_model(folder: Path, tiny: bool, layers: int) -> Path:
-    """A folder with config.json alone: the weights are dummies."""
-    config = {**CONFIG, "max_position_embeddings": CONTEXT_LENGTH, **(TINY if tiny else {})}
+def model_of(folder: Path, tiny: bool, layers: int) -> Path:
+    """A model that takes the longest context and the tokens that are decoded after it."""
+    changes = {"max_position_embeddings": CONTEXT_LENGTH, **(TINY if tiny else {})}
     if layers:
-        config["num_hidden_layers"] = layers
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+        changes["num_hidden_layers"] = layers
+    return write_model(folder, **changes)
 
 
 def run(command: list[str], environment: dict[str, str], log: Path) -> Iterator[dict[str, Any]]:
@@ -295,7 +279,7 @@ def main(
     rows = read_rows(out)
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
-        model = write_model(Path(folder) / "model", tiny, layers)
+        model = model_of(Path(folder) / "model", tiny, layers)
         place = logs or Path(folder)
         place.mkdir(parents=True, exist_ok=True)
         for name in names:

@@ -9,7 +9,8 @@ runner itself, and at the end of the requests by this module as the scheduler wo
 Every slot of the pool gets random code words or values once. A request of context C is then one
 whose C - 1 page tokens are found in the prefix cache: it gets slots of its own from the allocator,
 interleaved page by page with those of the other requests, as they come to lie when a batch
-generates its tokens together. Time depends on neither the values nor the tokens.
+generates its tokens together. Every step samples, and the next one is fed random tokens: what a
+model of random weights samples soon repeats, and would go to a few experts only.
 
 Run as a process of its own: the memory of one configuration is all of it given back.
 """
@@ -155,7 +156,7 @@ class Engine:
         size = self.batches[context]
         if size == 0:
             return {"failed": "not one request of this context fits into the pool"}
-        batch = Batch(self.runner, size, context)
+        batch = Batch(self.runner, size, context, self.tokens_to_come)
         for _ in range(WARM_UP):
             batch.step()
         clock = Clock(self.device)
@@ -272,9 +273,9 @@ class NoPrefixCache:
 
 
 class Batch:
-    """`size` requests in decode, each with `context` tokens in the pool."""
+    """`size` requests in decode, each with `context` tokens in the pool, for at most `steps`."""
 
-    def __init__(self, runner: Any, size: int, context: int) -> None:
+    def __init__(self, runner: Any, size: int, context: int, steps: int) -> None:
         from sglang.srt.managers.schedule_batch import ScheduleBatch
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -306,28 +307,24 @@ class Batch:
         # Slots, lengths and sampling parameters; the pass itself is left out.
         self._batch.prepare_for_extend()
         self._batch.prefill_input_ids_cpu = None
-        self._tokens = torch.randint(0, vocabulary, (size,), device=runner.device)
-        self._sampled = [self._tokens]
-
-    @property
-    def steps(self) -> int:
-        """Steps launched so far."""
-        return len(self._sampled) - 1
+        self._fed = torch.randint(0, vocabulary, (steps, size), device=runner.device)
+        self.sampled: Tensor | None = None
+        self.steps = 0
 
     @torch.no_grad()
     def step(self) -> None:
-        """Launch one decode step and feed what it samples to the next."""
+        """Launch one decode step."""
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-        self._batch.input_ids = self._tokens
+        self._batch.input_ids = self._fed[self.steps]
         self._batch.prepare_for_decode()
         forward = ForwardBatch.init_new(
             self._batch, self._runner, return_hidden_states_before_norm=False
         )
         output = self._runner.forward(forward)
         self.used_graph = bool(output.can_run_graph)
-        self._tokens = self._runner.sample(output.logits_output, forward).to(torch.int64)
-        self._sampled.append(self._tokens)
+        self.sampled = self._runner.sample(output.logits_output, forward)
+        self.steps += 1
 
     def finish(self) -> None:
         """End the requests as the scheduler does, so that capture sends what it has of them."""
@@ -335,9 +332,10 @@ class Batch:
 
         from sglang_trace import hooks
 
+        assert self.sampled is not None
         # The last token sampled is consumed by no step.
-        sampled = torch.stack(self._sampled).cpu().T.tolist()
-        for req, tokens in zip(self.requests, sampled, strict=True):
+        replies = torch.cat((self._fed[: self.steps], self.sampled[None])).T.tolist()
+        for req, tokens in zip(self.requests, replies, strict=True):
             req.output_ids.extend(tokens)
             req.finished_reason = FINISH_LENGTH(len(tokens))
             hooks.on_finish(req, self._runner.req_to_token_pool)
