@@ -35,6 +35,7 @@ from benchmarks.qwen3_30b_a3b import TINY, write_model
 from bridge import embedded
 from bridge.client import TraceClient
 from sglang_trace.config import TraceConfig, parse_sites
+from sglang_trace.refusals import GPU_RELEASE
 
 NAME = "decode_128k"
 CONTEXTS = (8192, 32768, 65536, 131072)
@@ -274,6 +275,11 @@ def main(
     names, lengths = configs.split(","), [int(context) for context in contexts.split(",")]
     if unknown := [name for name in names if name not in CONFIGURATIONS]:
         raise typer.BadParameter(f"{', '.join(unknown)}: choose from {', '.join(CONFIGURATIONS)}")
+    if (release := version("sglang")) != GPU_RELEASE:
+        raise typer.BadParameter(
+            f"sglang {release} is installed and the model runner of {GPU_RELEASE} is driven: "
+            f"install sglang=={GPU_RELEASE}."
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     commit = commit or git_commit()
     rows = read_rows(out)

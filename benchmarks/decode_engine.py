@@ -393,4 +393,7 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    # Plain tracebacks: their last line is the reason that `decode_128k` reports.
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(main)
+    app()
