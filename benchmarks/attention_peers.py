@@ -55,7 +55,7 @@ def prepare_ours(inputs: Inputs) -> Call:
         num_kv_heads=case.kv_heads,
         head_dim=case.head_dim,
         max_batch=case.batch,
-        device=torch.device(inputs.device),
+        device=inputs.q.device,
     )
 
     def call(which: int) -> object:

@@ -60,14 +60,14 @@ class Configuration:
         return flags + (["--quantization", self.quantization] if self.quantization else [])
 
 
-FP4_EXPERTS = {"quantization": "trace_nvfp4"}
+FP4_EXPERTS = "trace_nvfp4"
 CONFIGURATIONS = {
     BASE: Configuration("flashinfer"),
     "bf16-triton": Configuration("triton"),
     "fp8-kv": Configuration("flashinfer", "fp8_e4m3"),
     "fp4-kv": Configuration("trace_fp4", "nvfp4"),
-    "fp4": Configuration("trace_fp4", "nvfp4", **FP4_EXPERTS),
-    "fp4+capture": Configuration("trace_fp4", "nvfp4", **FP4_EXPERTS, capture=True),
+    "fp4": Configuration("trace_fp4", "nvfp4", FP4_EXPERTS),
+    "fp4+capture": Configuration("trace_fp4", "nvfp4", FP4_EXPERTS, capture=True),
 }
 CAPTURING, QUIET = "fp4+capture", "fp4"
 
@@ -165,7 +165,7 @@ def report(rows: list[dict[str, Any]], commit: str, **more: Any) -> dict[str, An
 
 def model_of(folder: Path, tiny: bool, layers: int) -> Path:
     """A model that takes the longest context and the tokens that are decoded after it."""
-    changes = {"max_position_embeddings": CONTEXT_LENGTH, **(TINY if tiny else {})}
+    changes: dict[str, Any] = {"max_position_embeddings": CONTEXT_LENGTH, **(TINY if tiny else {})}
     if layers:
         changes["num_hidden_layers"] = layers
     return write_model(folder, **changes)
@@ -266,7 +266,7 @@ def main(
     memory: Annotated[float, typer.Option(help="Memory fraction of weights and KV pool.")] = 0.9,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page of the pool.")] = 1,
     sites: Annotated[str, typer.Option(help="Sites that are captured.")] = "fc1,k,v,routes",
-    layers: Annotated[int | None, typer.Option(help="Layers of the model instead of 48.")] = None,
+    layers: Annotated[int, typer.Option(min=0, help="Layers of the model; 0: its own.")] = 0,
     tiny: Annotated[bool, typer.Option("--tiny", help="A model for a host without GPU.")] = False,
     logs: Annotated[Path | None, typer.Option(help="Where the engines' logs are kept.")] = None,
     commit: Annotated[str, typer.Option(help="What is measured; default: ask git.")] = "",

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "torch_dtype": "bfloat16",
@@ -32,7 +32,7 @@ CONFIG = {
     "bos_token_id": 151643,
 }
 # The same architecture for a host without GPU.
-TINY = {
+TINY: dict[str, Any] = {
     "num_hidden_layers": 2,
     "hidden_size": 128,
     "intermediate_size": 256,

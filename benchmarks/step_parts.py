@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.profiler_util import DeviceType
 
 # The first that matches. Copies are those between buffers and to the host, the records' included.
 PARTS = {
@@ -64,5 +65,5 @@ def profile(step: Callable[[], object], steps: int) -> dict[str, float]:
     return {
         event.key: event.self_device_time_total
         for event in profiler.key_averages()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == DeviceType.CUDA
     }
