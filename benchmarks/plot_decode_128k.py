@@ -69,7 +69,8 @@ def draw_step(axes: Axes, rows: dict[str, list[dict[str, Any]]]) -> None:
     axes.tick_params(axis="y", labelsize=7)
     axes.set(xlabel="ms a step", title=f"step at {longest // 1024}K (batch)")
     if at:
-        axes.legend(fontsize=7)
+        below = {"loc": "upper center", "bbox_to_anchor": (0.4, -0.2)}
+        axes.legend(fontsize=7, ncols=len(PARTS), columnspacing=1.0, frameon=False, **below)
 
 
 def draw(report: dict[str, Any], out: Path) -> None:
