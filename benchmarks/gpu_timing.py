@@ -58,6 +58,12 @@ class Table:
         self.rows.append(row)
         print(json.dumps(row), flush=True)
 
+    def note(self, kernel: str, batch: int, **more: Any) -> None:
+        """A row without a time, such as that of a kernel that failed."""
+        row = {"kernel": kernel, "batch": batch, **more}
+        self.rows.append(row)
+        print(json.dumps(row), flush=True)
+
 
 def copy_rate() -> float:
     """GB/s of an elementwise kernel, bytes read and written."""
