@@ -59,4 +59,4 @@ def rollout_computed_nan(site: Site, layer: int) -> NonFiniteActivation:
 
 
 def _has_nan_token(scales_u8: Tensor) -> bool:
-    return bool(scales_u8.view(torch.float32).isnan().any())
+    return bool(scales_u8.flatten().view(torch.float32).isnan().any())
