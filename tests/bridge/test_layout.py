@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from bridge.cost import PUBLISHED
 from bridge.errors import SchemaMismatch
 from bridge.fp4 import decode_e4m3, quantize_nvfp4, token_scale
 from bridge.layout import (
@@ -22,18 +23,7 @@ from bridge.layout import (
 FC1, FC2, K, V, ROUTES = Site
 FORWARD, KV = Part
 
-# Qwen3.5-35B-A3B: a hybrid with full attention in every fourth layer.
-QWEN_35B = ModelShape(
-    num_layers=40,
-    hidden_size=2048,
-    moe_intermediate_size=512,
-    num_experts=256,
-    top_k=8,
-    num_kv_heads=2,
-    head_dim=256,
-    moe_layers=tuple(range(40)),
-    attention_layers=tuple(range(3, 40, 4)),
-)
+QWEN_35B = PUBLISHED["Qwen3.5-35B-A3B"]
 SMALL = ModelShape(
     num_layers=4,
     hidden_size=64,
