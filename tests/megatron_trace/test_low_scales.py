@@ -100,6 +100,7 @@ def test_scales_read_wrong_are_counted_where_the_record_holds_them_whole(
     assert shares[0] == (0.0, 0.0)
     assert shares[0] < shares[1] < shares[2]
     assert shares[1][1] < shares[2][1]
+    assert 0 < total.silent_scales < total.wrong_scales, "some wrong ones were ambiguous, some not"
 
 
 def test_whole_scales_are_read_as_they_are_and_not_counted(
