@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from benchmarks.bridge_peers import BarePipe, cpu_seconds, resident_bytes, write_and_sync
 from bridge import embedded
 from bridge.client import TraceClient
+from bridge.cost import PUBLISHED
 from bridge.layout import ModelShape, Part, RecordLayout, Site, deeper_half
 from bridge.producer import RecordProducer
 from bridge.wire import Fetch, FetchReply, Rows, encode
@@ -38,14 +39,14 @@ MOST_ROWS = 256  # of one message: a forward pass of a full decode batch, if 4 M
 MIB = 1 << 20
 _WINDOWS = 15
 
-QWEN_35B = ModelShape(40, 2048, 512, 256, 8, 2, 256, tuple(range(40)), tuple(range(3, 40, 4)))
-QWEN_30B = ModelShape(48, 2048, 768, 128, 8, 4, 128, tuple(range(48)), tuple(range(48)))
 SMALL = ModelShape(1, 256, 128, 8, 4, 1, 16, (0,), (0,))
 LAYOUTS = {
     "Qwen3.5-35B-A3B, default": RecordLayout(
-        QWEN_35B, deeper_half(40), (Site.FC1, Site.K, Site.V, Site.ROUTES)
+        PUBLISHED["Qwen3.5-35B-A3B"], deeper_half(40), (Site.FC1, Site.K, Site.V, Site.ROUTES)
     ),
-    "Qwen3-30B-A3B, with fc2": RecordLayout(QWEN_30B, deeper_half(48), tuple(Site)),
+    "Qwen3-30B-A3B, with fc2": RecordLayout(
+        PUBLISHED["Qwen3-30B-A3B"], deeper_half(48), tuple(Site)
+    ),
 }
 
 

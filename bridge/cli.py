@@ -1,4 +1,4 @@
-"""Command line of the bridge: serve it, inspect it, collect what is old, make keys.
+"""Command line of the bridge: serve it, inspect it, collect what is old, make keys, count bytes.
 
 What only one command needs is imported there: a daemon should start in a fraction of a second.
 """
@@ -188,6 +188,20 @@ def inspect(
         else:
             inspection = inspect_directory(directory, trajectory)
         print(to_json(inspection)) if as_json else render(inspection)
+
+
+@app.command()
+def cost(
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="config.json of a model; else published models.", metavar="[CONFIG]"),
+    ] = None,
+) -> None:
+    """Print the bytes that a token's record takes, by what is recorded, as a Markdown table."""
+    from bridge.cost import PUBLISHED, cost_table, read_model
+
+    with _one_sentence_errors():
+        print(cost_table(PUBLISHED if config is None else read_model(config)))
 
 
 @app.command()

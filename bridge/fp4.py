@@ -183,9 +183,17 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> Fp4Tensor:
         ValueError: if N is not a multiple of 16.
     """
     blocks = _blocks(x, NVFP4_BLOCK)
-    scales_u8 = encode_e4m3(_amax(blocks) / E2M1_MAX / global_scale)
+    scales_u8 = encode_e4m3(_unrounded_scales(blocks, global_scale))
     effective = decode_e4m3(scales_u8) * global_scale
     return Fp4Tensor(encode_blocks(blocks, effective), scales_u8, global_scale, NVFP4_BLOCK)
+
+
+def block_scales(x: Tensor, global_scale: Tensor) -> Tensor:
+    """Return the block scales of `quantize_nvfp4` before E4M3 rounds them: float32 [..., N / 16].
+
+    Arguments and errors as there.
+    """
+    return _unrounded_scales(_blocks(x, NVFP4_BLOCK), global_scale)
 
 
 def quantize_mxfp4(x: Tensor) -> Fp4Tensor:
@@ -259,6 +267,10 @@ def _blocks(x: Tensor, block: int) -> Tensor:
     if x.shape[-1] % block:
         raise ValueError(f"Blocks of {block} do not divide a last dimension of {x.shape[-1]}.")
     return torch.unflatten(x.to(torch.float32), -1, (-1, block))
+
+
+def _unrounded_scales(blocks: Tensor, global_scale: Tensor) -> Tensor:
+    return _amax(blocks) / E2M1_MAX / global_scale
 
 
 def _amax(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bridge.errors import TraceError
+from bridge.formats import FULL_SCALE_BITS, SCALE_BITS
 from bridge.guidance import Reading
 from bridge.layout import RecordLayout, Site
 from bridge.lowbits import MAX_BITS
@@ -20,6 +21,8 @@ class Guidance:
     """Which part of the records a micro-batch follows, and what a gap means.
 
     bits         low bits of the recorded code words to follow; None takes all that were recorded
+    scale_bits   bits of the recorded block scales to follow, 8 or 2; None takes all that were
+                 recorded. With 2 of whole scales the report also says how many were read wrong
     layers       layers whose sites are guided; None takes all that were recorded
     sites        sites that are guided (`Site.ROUTES` replays the routing); None takes all
     reading      how few bits name a code word, see `bridge.guidance.Reading`
@@ -28,6 +31,7 @@ class Guidance:
     """
 
     bits: int | None = None
+    scale_bits: int | None = None
     layers: tuple[int, ...] | None = None
     sites: tuple[Site, ...] | None = None
     reading: Reading = Reading.PARITY
@@ -44,6 +48,14 @@ class Guidance:
             raise GuidanceError(
                 f"Guidance by {self.bits} bit(s) was asked for, the records hold {layout.bits}: "
                 f"capture more with --trace-bits or follow at most {layout.bits}."
+            )
+        if self.scale_bits is not None and (
+            self.scale_bits not in SCALE_BITS or self.scale_bits > layout.scale_bits
+        ):
+            raise GuidanceError(
+                f"Guidance by {self.scale_bits} bits of a block scale was asked for, the records "
+                f"hold {layout.scale_bits}: capture with --trace-scale-bits {FULL_SCALE_BITS} and "
+                f"follow {' or '.join(map(str, SCALE_BITS))}."
             )
         if self.compare and layout.bits != MAX_BITS:
             raise GuidanceError(

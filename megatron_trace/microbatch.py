@@ -147,7 +147,12 @@ class GuidedMicroBatch:
             record,
             global_scale,
             self.rows.state_of(part)[tokens],
-            Following(bits, self.guidance.reading, self.guidance.compare),
+            Following(
+                bits,
+                self.guidance.scale_bits or self.layout.scale_bits,
+                self.guidance.reading,
+                self.guidance.compare,
+            ),
             self.counts(site, layer) if counting else None,
         )
 

@@ -1,13 +1,14 @@
 """What a micro-batch's guidance did, read once after its forward.
 
-Counts are in values (elements of the rounded tensors; expert slots for routes), so the counts of
-the ranks of one model add up.
+Counts are in values (elements of the rounded tensors; expert slots for routes), those of scales in
+blocks of 16 values, so the counts of the ranks of one model add up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 
 from bridge.layout import Site
 
@@ -22,6 +23,12 @@ class SiteCount:
     agree_used        of those, how many the forward gave the rollout's code word
     agree_nearest     of those, how many round-to-nearest at the trainer's own scale would have
     adjacent_nearest  of those, how many round-to-nearest misses by one code word
+    read_scales       block scales read from the low 2 bits of their code
+    ambiguous_scales  of those, how many are two codes or more from the trainer's own, where two
+                      codes are equally near
+    checked_scales    of those read, how many the record holds whole as well
+    wrong_scales      of those checked, how many were read as another code than the rollout's
+    silent_scales     of those wrong, how many did not count as ambiguous
     """
 
     guided: int = 0
@@ -30,16 +37,14 @@ class SiteCount:
     agree_used: int = 0
     agree_nearest: int = 0
     adjacent_nearest: int = 0
+    read_scales: int = 0
+    ambiguous_scales: int = 0
+    checked_scales: int = 0
+    wrong_scales: int = 0
+    silent_scales: int = 0
 
     def __add__(self, other: SiteCount) -> SiteCount:
-        return SiteCount(
-            self.guided + other.guided,
-            self.missing + other.missing,
-            self.compared + other.compared,
-            self.agree_used + other.agree_used,
-            self.agree_nearest + other.agree_nearest,
-            self.adjacent_nearest + other.adjacent_nearest,
-        )
+        return SiteCount(*map(add, astuple(self), astuple(other)))
 
     @property
     def agreement_used(self) -> float | None:
@@ -56,6 +61,16 @@ class SiteCount:
         """The share of round-to-nearest's mismatches that are one adjacent code word."""
         mismatches = self.compared - self.agree_nearest
         return self.adjacent_nearest / mismatches if mismatches else None
+
+    @property
+    def ambiguous_share(self) -> float | None:
+        """The share of scales read from low bits that are ambiguous; None if none was read."""
+        return self.ambiguous_scales / self.read_scales if self.read_scales else None
+
+    @property
+    def wrong_share(self) -> float | None:
+        """The share of checked scales that were read as another code; None if none was checked."""
+        return self.wrong_scales / self.checked_scales if self.checked_scales else None
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
+from bridge.formats import FULL_SCALE_BITS
 from bridge.fp4 import (
     MAGNITUDE_BITS,
     NVFP4_BLOCK,
     SIGN_BIT,
     Fp4Tensor,
+    block_scales,
     quantize_nvfp4,
     token_scale,
 )
 from bridge.guidance import Reading, guided_quantize, straight_through
 from bridge.layout import SiteRecord
+from bridge.low_scales import ReadScales, read_low_scales
 from bridge.lowbits import MAX_BITS
 
 
@@ -35,7 +38,7 @@ class RowState(IntEnum):
 
 
 class Counter(IntEnum):
-    """What is counted at a site, in values (elements), so that ranks' counts add up."""
+    """What is counted at a site, in values (elements) or blocks, so that ranks' counts add up."""
 
     GUIDED = 0
     MISSING = 1
@@ -43,18 +46,26 @@ class Counter(IntEnum):
     AGREE_USED = 3  # the code word used is the rollout's
     AGREE_NEAREST = 4  # round-to-nearest at the trainer's own scale gives the rollout's
     ADJACENT_NEAREST = 5  # round-to-nearest misses the rollout's code word by one
-    NON_FINITE = 6
+    # The next five are blocks, not values.
+    READ_SCALES = 6  # block scales read from their low bits
+    AMBIGUOUS_SCALES = 7  # of those, two codes or more from the trainer's own
+    CHECKED_SCALES = 8  # of those read, the record holds the whole scale too
+    WRONG_SCALES = 9  # of those checked, read as another code than the rollout's
+    SILENT_SCALES = 10  # of those wrong, not ambiguous
+    NON_FINITE = 11
 
 
 @dataclass(frozen=True)
 class Following:
     """How closely records are followed.
 
-    bits      low bits of the recorded code words that guide the rounding; 0 rounds to nearest
-    compare   count agreement with the rollout's full code words (needs 4-bit records)
+    bits        low bits of the recorded code words that guide the rounding; 0 rounds to nearest
+    scale_bits  bits of the recorded block scales that are followed: 8, or 2 and the own scale
+    compare     count agreement with the rollout's full code words (needs 4-bit records)
     """
 
     bits: int
+    scale_bits: int
     reading: Reading
     compare: bool
 
@@ -78,17 +89,26 @@ class SiteRows:
     def rounded(self, values_RN: Tensor, own: Fp4Tensor, first: int) -> Fp4Tensor:
         """Return the code words the forward uses for values that start at column `first`."""
         columns = slice(first, first + values_RN.shape[-1])
-        recorded = self._recorded(columns)
-        used = self._merge(values_RN, own, recorded) if self.following.bits else own
+        codes_u8 = self.record.low_codes()[:, columns]
+        used = own
+        if self.following.bits:
+            scales_u8 = self._scales(values_RN, own, columns)
+            recorded = Fp4Tensor(codes_u8, scales_u8, self.global_scale, NVFP4_BLOCK)
+            used = self._merge(values_RN, own, recorded)
         if self.counts is not None:
-            self._count(self.counts, own, used, recorded)
+            self._count(self.counts, own, used, codes_u8)
         return used
 
-    def _recorded(self, columns: slice) -> Fp4Tensor:
+    def _scales(self, values_RN: Tensor, own: Fp4Tensor, columns: slice) -> Tensor:
+        """Return the rollout's E4M3 codes of these columns, uint8 [R, B]."""
         blocks = slice(columns.start // NVFP4_BLOCK, columns.stop // NVFP4_BLOCK)
-        codes = self.record.low_codes()[:, columns]
-        scales = self.record.scales_u8[:, blocks].contiguous()
-        return Fp4Tensor(codes, scales, self.global_scale, NVFP4_BLOCK)
+        if self.following.scale_bits == FULL_SCALE_BITS:
+            return self.record.scales_u8[:, blocks].contiguous()
+        low_u8 = self.record.low_scales()[:, blocks]
+        read = read_low_scales(low_u8, block_scales(values_RN, self.global_scale))
+        if self.counts is not None:
+            self._count_scales(self.counts, own, read, blocks)
+        return read.codes_u8
 
     def _merge(self, values_RN: Tensor, own: Fp4Tensor, recorded: Fp4Tensor) -> Fp4Tensor:
         """Guide the recorded rows; keep nearest rounding for the others and for NaN blocks."""
@@ -98,7 +118,7 @@ class SiteRows:
             values_RN, recorded.effective_scale(), low_u8, follow.bits, follow.reading
         )
         row_R1 = (self.state == RowState.RECORDED).unsqueeze(-1)
-        block_RB = row_R1 & torch.isfinite(own.effective_scale())
+        block_RB = self._guided_blocks(own)
         return Fp4Tensor(
             torch.where(_per_value(block_RB), guided, own.codes_u8),
             torch.where(block_RB, recorded.scales_u8, own.scales_u8),
@@ -106,7 +126,25 @@ class SiteRows:
             NVFP4_BLOCK,
         )
 
-    def _count(self, counts: Tensor, own: Fp4Tensor, used: Fp4Tensor, recorded: Fp4Tensor) -> None:
+    def _count_scales(
+        self, counts: Tensor, own: Fp4Tensor, read: ReadScales, blocks: slice
+    ) -> None:
+        guided_RB = self._guided_blocks(own)
+        counts[Counter.READ_SCALES] += guided_RB.sum()
+        counts[Counter.AMBIGUOUS_SCALES] += (guided_RB & read.ambiguous).sum()
+        if self.record.scale_bits == FULL_SCALE_BITS:
+            wrong_RB = guided_RB & (read.codes_u8 != self.record.scales_u8[:, blocks])
+            counts[Counter.CHECKED_SCALES] += guided_RB.sum()
+            counts[Counter.WRONG_SCALES] += wrong_RB.sum()
+            counts[Counter.SILENT_SCALES] += (wrong_RB & ~read.ambiguous).sum()
+
+    def _guided_blocks(self, own: Fp4Tensor) -> Tensor:
+        """Say which blocks follow the record: recorded rows, but for blocks of NaN: bool [R, B]."""
+        return (self.state == RowState.RECORDED).unsqueeze(-1) & torch.isfinite(
+            own.effective_scale()
+        )
+
+    def _count(self, counts: Tensor, own: Fp4Tensor, used: Fp4Tensor, codes_u8: Tensor) -> None:
         width = own.codes_u8.shape[-1]
         recorded_R1 = (self.state == RowState.RECORDED).unsqueeze(-1)
         recorded_values = recorded_R1.sum() * width
@@ -115,7 +153,7 @@ class SiteRows:
             counts[Counter.MISSING] += (self.state == RowState.MISSING).sum() * width
         counts[Counter.NON_FINITE] += (~torch.isfinite(own.effective_scale())).sum() * NVFP4_BLOCK
         if self.following.compare:
-            theirs = _code_line(recorded.codes_u8)
+            theirs = _code_line(codes_u8)
             miss_own = (_code_line(own.codes_u8) - theirs).abs()
             counts[Counter.COMPARED] += recorded_values
             counts[Counter.AGREE_USED] += (
@@ -137,8 +175,11 @@ class SiteRows:
         planes = self.record.planes_u8.shape[-1]
         scales = planes + self.record.scales_u8.shape[-1]
         global_scale = packed_RW[:, scales:-1].contiguous().view(torch.float32)
-        record = SiteRecord(
-            packed_RW[:, :planes], packed_RW[:, planes:scales], global_scale, self.record.bits
+        record = replace(
+            self.record,
+            planes_u8=packed_RW[:, :planes],
+            scales_u8=packed_RW[:, planes:scales],
+            token_scale=global_scale,
         )
         return replace(self, record=record, global_scale=global_scale, state=packed_RW[:, -1])
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bridge.errors import TraceError
+from bridge.formats import FULL_SCALE_BITS, SCALE_BITS
 from bridge.layout import ModelShape, RecordLayout, Site, parse_layers
 from bridge.producer import Overflow
 
@@ -36,6 +37,7 @@ class TraceConfig:
     sites    what is recorded
     layers   "deeper-half", "all" or a list such as "0,3,5-7"
     bits     low bits kept of each code word, 1 to 4
+    scale_bits    bits kept of each block scale, 8 or 2
     on_overflow   what happens to records that the bridge does not take in time
     failure_file  where a process of the server writes the sentence that ended it
     bridge_keys   this client's key file, empty for a bridge without keys
@@ -45,6 +47,7 @@ class TraceConfig:
     sites: tuple[Site, ...] = DEFAULT_SITES
     layers: str = DEFAULT_LAYERS
     bits: int = 1
+    scale_bits: int = FULL_SCALE_BITS
     on_overflow: Overflow = Overflow.BLOCK
     failure_file: str = ""
     bridge_keys: str = ""
@@ -52,7 +55,7 @@ class TraceConfig:
     def layout(self, shape: ModelShape) -> RecordLayout:
         """Return the record layout for a model."""
         layers = parse_layers(self.layers, shape.num_layers)
-        return RecordLayout(shape, layers, self.sites, self.bits)
+        return RecordLayout(shape, layers, self.sites, self.bits, self.scale_bits)
 
     def to_environment(self) -> dict[str, str]:
         """Return the environment entry that `from_environment` reads."""
@@ -117,6 +120,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(1, 2, 3, 4),
         default=1,
         help="Low bits kept of each code word; 4 is the whole code word. Default: 1.",
+    )
+    group.add_argument(
+        "--trace-scale-bits",
+        type=int,
+        choices=SCALE_BITS,
+        default=FULL_SCALE_BITS,
+        help="Bits kept of each block scale: 8 is the whole scale (default); of 2, a quarter of "
+        "the bytes, the trainer finds the scale next to its own.",
     )
     group.add_argument(
         "--trace-on-overflow",

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bridge.fp4 import unpack_nibbles
+from bridge.formats import FULL_SCALE_BITS
+from bridge.fp4 import has_nan_scale, unpack_nibbles
 from bridge.layout import Part, RecordLayout, Site
+from sglang_trace.non_finite import rollout_computed_nan
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,17 @@ class KVReader:
         return pieces
 
     def encode(self, pieces: list[RawKV]) -> Tensor:
-        """Return the rows uint8 [n, B] of gathered pieces."""
+        """Return the rows uint8 [n, B] of gathered pieces.
+
+        Raises:
+            NonFiniteActivation: a block is NaN, and the rows' low bits of its scale would hide it.
+        """
         count = len(pieces[0].packed)
         rows_nB = torch.empty((count, self._layout.row_bytes(Part.KV)), dtype=torch.uint8)
         for piece in pieces:
             codes = unpack_nibbles(piece.packed.cpu()).flatten(1)
-            self._layout.write_site(
-                rows_nB, piece.site, piece.layer, codes, piece.scales.cpu().flatten(1)
-            )
+            scales = piece.scales.cpu().flatten(1)
+            if self._layout.scale_bits != FULL_SCALE_BITS and has_nan_scale(scales):
+                raise rollout_computed_nan(piece.site, piece.layer)
+            self._layout.write_site(rows_nB, piece.site, piece.layer, codes, scales)
         return rows_nB

@@ -90,6 +90,7 @@ def capture_and_serve(options: argparse.Namespace, server_arguments: list[str]) 
             sites=options.trace_sites,
             layers=options.trace_layers,
             bits=options.trace_bits,
+            scale_bits=options.trace_scale_bits,
             on_overflow=options.trace_on_overflow,
             failure_file=str(Path(scratch) / "failure"),
             bridge_keys=options.trace_bridge_keys or "",

@@ -12,15 +12,12 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
-from bridge.errors import NonFiniteActivation, TraceError
-from bridge.fp4 import has_nan_scale
-from bridge.layout import Kind, Part, RecordLayout, Site
+from bridge.errors import TraceError
+from bridge.layout import Part, RecordLayout
 from bridge.producer import Overflow, RecordProducer
 from sglang_trace.events import DigestsEvent, Event, RowsEvent, TrajectoryEvent
 from sglang_trace.host_copy import HostCopy
+from sglang_trace.non_finite import NonFiniteRows
 
 QUEUE_BYTES = 256 << 20
 IDLE_POLL_S = 0.1
@@ -41,10 +38,9 @@ class Shipper:
         layout: RecordLayout,
         overflow: Overflow = Overflow.BLOCK,
     ) -> None:
-        self._layout = layout
         self._overflow = overflow
         self._dropped: Counter[Part] = Counter()
-        self._scale_columns = {part: scale_columns(layout, part) for part in Part}
+        self._non_finite = NonFiniteRows(layout)
         self._host_copy = HostCopy()
         self._queue: deque[Event] = deque()
         self._queued_bytes = 0
@@ -161,7 +157,7 @@ class Shipper:
                 # through pinned memory that the next piece overwrites.
                 reused, version, first = event.made is not None, event.weight_version, 0
                 for rows_nB in self._host_copy.bring(event.encode(), event.made):
-                    self._refuse_nan(event.part, rows_nB)
+                    self._non_finite.refuse(event.part, rows_nB)
                     rows_n = event.rows_n[first : first + len(rows_nB)]
                     producer.send_rows(event.part, rows_n, rows_nB, version, copy=reused)
                     first += len(rows_nB)
@@ -170,25 +166,3 @@ class Shipper:
                 producer.send_trajectory(event.trajectory, 0, event.tokens_T, rows_T, event.state)
             case DigestsEvent():
                 producer.send_digests(event.weight_version, event.digests)
-
-    def _refuse_nan(self, part: Part, rows_nB: Tensor) -> None:
-        # All scales at once: site by site would hold Python's lock for most of a decode step.
-        if not has_nan_scale(rows_nB.index_select(1, self._scale_columns[part])):
-            return
-        for (site, layer), record in self._layout.split(part, rows_nB).items():
-            if has_nan_scale(record.scales_u8):
-                raise NonFiniteActivation(
-                    f"The rollout computed NaN or infinity at {_place(site, layer)}: "
-                    "check the weights that were loaded last."
-                )
-
-
-def scale_columns(layout: RecordLayout, part: Part) -> Tensor:
-    """Return the byte columns of all block scales in a row part: int64."""
-    fields = [field for field in layout.fields(part) if field.kind is Kind.SCALES]
-    columns = [torch.arange(field.offset, field.offset + field.nbytes) for field in fields]
-    return torch.cat([torch.empty(0, dtype=torch.int64), *columns])
-
-
-def _place(site: Site, layer: int) -> str:
-    return f"{site} of layer {layer}"

@@ -7,8 +7,9 @@ pass, KV (k, v) when a request finishes and its FP4 cache is read back. The orde
              slot by slot
     KV       for each captured attention layer its k, then its v
 
-A quantized site is NVFP4: code planes (see `bridge.lowbits`), E4M3 block scales, and for fc1 and
-fc2 the token's FP32 scale. K and V have one FP32 scale a layer, told once by the engine, not here.
+A quantized site is NVFP4: code planes (see `bridge.lowbits`), E4M3 block scales, whole or their low
+2 bits (see `bridge.low_scales`), and for fc1 and fc2 the token's FP32 scale. K and V have one FP32
+scale a layer, told once by the engine, not here.
 Multi-byte numbers are little-endian.
 
 Torch is imported inside the functions that handle tensors: the bridge daemon handles none and must
@@ -20,12 +21,12 @@ Shape legend: T rows, K expert slots of a token (top-k), N values of a site, B b
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from bridge.errors import SchemaMismatch
-from bridge.formats import MAX_BITS, NVFP4_BLOCK, plane_bytes
+from bridge.formats import FULL_SCALE_BITS, MAX_BITS, SCALE_BITS, plane_bytes, scale_bytes
 from bridge.layout.shape import (
     MAX_LAYERS,
     LayoutError,
@@ -64,8 +65,9 @@ _Unplaced = tuple[Site, int, int | None, Kind, int]
 class RecordLayout:
     """Which bytes of a row hold what, for one model and one choice of layers, sites and bits.
 
-    `layers` are the captured layers, ascending; a layer that has no experts or no KV cache simply
-    lacks those sites. Routes, if chosen, are those of every MoE layer, captured or not.
+    `bits` are kept of a code word, 1 to 4, and `scale_bits` of a block scale, 8 or 2. `layers` are
+    the captured layers, ascending; a layer that has no experts or no KV cache simply lacks those
+    sites. Routes, if chosen, are those of every MoE layer, captured or not.
 
     Raises:
         LayoutError: if layers, sites or bits are not a choice the shape allows.
@@ -75,9 +77,15 @@ class RecordLayout:
     layers: tuple[int, ...]
     sites: tuple[Site, ...]
     bits: int = 1
+    scale_bits: int = FULL_SCALE_BITS
 
     def __post_init__(self) -> None:
         check_range("bits", self.bits, 1, MAX_BITS)
+        if self.scale_bits not in SCALE_BITS:
+            raise LayoutError(
+                f"scale_bits is {self.scale_bits}: it must be one of {SCALE_BITS}, all bits of an "
+                "E4M3 scale or the lowest two."
+            )
         check_layers("layers", self.layers, self.shape.num_layers)
         # One order for equal choices, so that equal layouts compare and hash equal.
         object.__setattr__(self, "sites", tuple(site for site in Site if site in self.sites))
@@ -168,7 +176,7 @@ class RecordLayout:
     def _quantized(self, site: Site, layer: int, slot: int | None) -> Iterator[_Unplaced]:
         n = self.width(site)
         yield site, layer, slot, Kind.CODES, plane_bytes(n, self.bits)
-        yield site, layer, slot, Kind.SCALES, n // NVFP4_BLOCK
+        yield site, layer, slot, Kind.SCALES, scale_bytes(n, self.scale_bits)
         if PART_OF[site] is Part.FORWARD:
             yield site, layer, slot, Kind.TOKEN_SCALE, TOKEN_SCALE_BYTES
 
@@ -197,13 +205,14 @@ class RecordLayout:
         """
         cells = self._cells(rows_u8, site, layer)
         n = self.width(site)
-        planes, scales = plane_bytes(n, self.bits), n // NVFP4_BLOCK
+        planes, scales = plane_bytes(n, self.bits), scale_bytes(n, self.scale_bits)
         tail = cells[..., planes + scales :]
         return SiteRecord(
             planes_u8=cells[..., :planes],
             scales_u8=cells[..., planes : planes + scales],
             token_scale=_float32_of(tail) if PART_OF[site] is Part.FORWARD else None,
             bits=self.bits,
+            scale_bits=self.scale_bits,
         )
 
     def split(self, part: Part, rows_u8: Tensor) -> dict[tuple[Site, int], SiteRecord]:
@@ -243,15 +252,18 @@ class RecordLayout:
             site: a quantized site; routes go through `write_routes`.
             layer: a captured layer.
             codes_u8: uint8 [T, N] full code words, fc2: [T, K, N].
-            scales_u8: uint8 [T, N / 16] E4M3 bits, fc2: [T, K, N / 16].
+            scales_u8: uint8 [T, N / 16] full E4M3 codes, fc2: [T, K, N / 16].
             token_scale: float32 [T, 1], fc2: [T, K, 1]; None for k and v.
         """
         import torch
 
+        from bridge.low_scales import pack_low_scales
         from bridge.lowbits import pack_planes
 
         cells = self._cells(rows_u8, site, layer)
-        pieces = [pack_planes(codes_u8, self.bits), scales_u8]
+        full = self.scale_bits == FULL_SCALE_BITS
+        scales = scales_u8 if full else pack_low_scales(scales_u8)
+        pieces = [pack_planes(codes_u8, self.bits), scales]
         if token_scale is not None:
             pieces.append(token_scale.contiguous().view(torch.uint8))
         cells.copy_(torch.cat(pieces, dim=-1))
@@ -301,7 +313,7 @@ class RecordLayout:
                 f"Layers {kept_layers} and sites {', '.join(kept_sites)} were asked for, but the "
                 f"record holds layers {self.layers} and sites {', '.join(self.sites)}."
             )
-        return RecordLayout(self.shape, kept_layers, kept_sites, self.bits)
+        return replace(self, layers=kept_layers, sites=kept_sites)
 
     def selection(self, part: Part, narrowed: RecordLayout) -> tuple[slice, ...]:
         """Return the column slices of this layout whose bytes, in order, are a narrowed row."""
@@ -325,6 +337,7 @@ class RecordLayout:
             "layers": list(self.layers),
             "sites": [str(site) for site in self.sites],
             "bits": self.bits,
+            "scale_bits": self.scale_bits,
         }
 
     @classmethod
@@ -337,7 +350,8 @@ class RecordLayout:
         try:
             shape = {field.name: _plain(data["shape"][field.name]) for field in fields(ModelShape)}
             sites = tuple(Site(site) for site in data["sites"])
-            return cls(ModelShape(**shape), _plain(data["layers"]), sites, _plain(data["bits"]))
+            bits, scale_bits = _plain(data["bits"]), _plain(data["scale_bits"])
+            return cls(ModelShape(**shape), _plain(data["layers"]), sites, bits, scale_bits)
         except (LayoutError, KeyError, TypeError, ValueError) as error:
             raise SchemaMismatch(
                 f"The record layout is not valid ({error}): "

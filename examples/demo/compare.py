@@ -11,6 +11,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from bridge.client import TraceClient
 from bridge.layout import Site, deeper_half
 from examples.demo.gap import Gap
+from examples.demo.low_scales import describe_scales
 from examples.demo.policy import fetch, logprobs, micro_batch, packs
 from examples.demo.rollout import Sample
 from examples.demo.stages import report_progress
@@ -31,8 +32,14 @@ def variants(num_layers: int) -> dict[str, Guidance]:
         "rtn_own_routing": Guidance(sites=(), compare=True),
         "rtn": Guidance(sites=(Site.ROUTES,), compare=True),
         "guided_1bit_deeper_half": Guidance(bits=1, layers=half, sites=PAPER_SITES, compare=True),
+        "guided_1bit_deeper_half_low_scales": Guidance(
+            bits=1, scale_bits=2, layers=half, sites=PAPER_SITES, compare=True
+        ),
         "guided_1bit_deeper_half_fc2": Guidance(bits=1, layers=half, sites=ALL_SITES, compare=True),
         "guided_1bit_all_layers": Guidance(bits=1, sites=PAPER_SITES, compare=True),
+        "guided_1bit_all_layers_low_scales": Guidance(
+            bits=1, scale_bits=2, sites=PAPER_SITES, compare=True
+        ),
         "guided_1bit_all_layers_fc2": Guidance(bits=1, sites=ALL_SITES, compare=True),
         "guided_full_code": Guidance(bits=4, sites=ALL_SITES, compare=True),
     }
@@ -85,5 +92,6 @@ def _agreement(report: Report, guidance: Guidance, num_layers: int) -> dict[str,
         "adjacent_share_of_nearest_mismatches": total.adjacent_share,
         "compared": total.compared,
         "missing": total.missing,
+        "scales": describe_scales(total),
         "by_site": by_site,
     }

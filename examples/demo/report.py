@@ -20,8 +20,10 @@ NAMES = {
     "rtn_own_routing": "FP4, round to nearest, own routing",
     "rtn": "FP4, round to nearest, routes replayed",
     "guided_1bit_deeper_half": "guided, 1 bit, deeper half",
+    "guided_1bit_deeper_half_low_scales": "guided, 1 bit, 2-bit scales, deeper half",
     "guided_1bit_deeper_half_fc2": "guided, 1 bit, deeper half, with fc2",
     "guided_1bit_all_layers": "guided, 1 bit, all layers",
+    "guided_1bit_all_layers_low_scales": "guided, 1 bit, 2-bit scales, all layers",
     "guided_1bit_all_layers_fc2": "guided, 1 bit, all layers, with fc2",
     "guided_full_code": "guided, full code, all layers, with fc2",
 }
@@ -60,7 +62,7 @@ def _gap_table(result: dict[str, Any]) -> Table:
 def _facts_table(result: dict[str, Any]) -> Table:
     records, code = result["records"], result["code_agreement"]
     before, after = result["weights_before_update"], result["weights_after_update"]
-    rollout = result["rollout"]
+    rollout, scales = result["rollout"], result["scales_of_two_bits"]["deeper_half"]
     table = Table(title="The main job", show_header=False)
     for name, value in {
         "trajectories, tokens": f"{rollout['trajectories']}, {rollout['tokens']}",
@@ -74,6 +76,9 @@ def _facts_table(result: dict[str, Any]) -> Table:
         "the same, round to nearest": f"{code['rtn']:.4%}",
         "of its mismatches, one code word apart": (
             f"{code['adjacent_share_of_rtn_mismatches']:.3%}"
+        ),
+        "scales of 2 bits, deeper half: ambiguous, read wrong, of": (
+            f"{scales['ambiguous_share']:.4%}, {scales['wrong_share']:.4%}, {scales['read']}"
         ),
         "expert matrices that differ, before / after the update": (
             f"{before['differing']} / {after['differing']} of {before['matrices']}"

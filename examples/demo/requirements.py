@@ -28,6 +28,11 @@ def guided_log_probabilities_are_closer_than_round_to_nearest(report: Report) ->
     )
 
 
+def two_bits_of_a_scale_say_the_rollouts_scale(report: Report) -> bool:
+    read = report["scales_of_two_bits"]["all_layers"]
+    return bool(read["read"] > 0 and read["wrong_share"] <= 0.001)
+
+
 def no_record_is_missing_before_or_after_the_update(report: Report) -> bool:
     before, after = report["records"], report["records_after_update"]
     return bool(before["missing"] == 0 and after["missing"] == 0 and before["guided_values"] > 0)
@@ -67,6 +72,7 @@ REQUIREMENTS: dict[str, Callable[[Report], bool]] = {
     for check in (
         one_bit_makes_the_trainer_round_as_the_rollout_did,
         guided_log_probabilities_are_closer_than_round_to_nearest,
+        two_bits_of_a_scale_say_the_rollouts_scale,
         no_record_is_missing_before_or_after_the_update,
         stored_bytes_are_those_of_the_formula,
         weights_are_equal_on_both_sides_before_and_after_the_update,

@@ -23,6 +23,7 @@ from bridge.client import TraceClient
 from bridge.records import TrajectoryRecords
 from examples.demo.gap import Gap
 from examples.demo.grpo import clipped_loss, group_advantages
+from examples.demo.low_scales import describe_scales
 from examples.demo.policy import Pack, fetch, logprobs, micro_batch, packs
 from examples.demo.rollout import Sample
 from examples.demo.stages import report_progress
@@ -112,6 +113,7 @@ def describe_records(client: TraceClient, samples: list[Sample], report: Report)
         "rows": stats.forward_rows,
         "missing": sum(t.missing_forward + t.missing_kv for t in held) + report.total().missing,
         "guided_values": report.total().guided,
+        "scales": describe_scales(report.total()),
         "bytes_per_token": record.forward.shape[1] + record.kv.shape[1],
         "bytes_per_token_formula": record.layout.bytes_per_token(),
         "stored_bytes_per_token": stats.memory_bytes / stats.forward_rows,

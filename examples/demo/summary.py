@@ -44,6 +44,10 @@ def summarize(
         "grpo_step": {key: step[key] for key in ("loss", "grad_norm", "reward_mean")},
         "main_job_gap": {"before": step["logprob_gap"], "after": after["logprob_gap"]},
         "code_agreement": _code_agreement(compared["agreement"]),
+        "scales_of_two_bits": {
+            layers: compared["agreement"][f"guided_1bit_{layers}_low_scales"]["scales"]
+            for layers in ("deeper_half", "all_layers")
+        },
         "logprob_gap": compared["logprob_gap"],
         "agreement": compared["agreement"],
     }

@@ -1,7 +1,7 @@
 """Gather K and V records out of the FP4 KV pool: all layers and sites in one launch.
 
 Shape legend: n rows, P slots of the pool, H KV heads, D head size, C = H * D / 8 groups of eight
-code words a row (padded), B bytes of a KV row.
+code words and S = C / 2 scales a row (padded), B bytes of a KV row.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bridge.layout import Part, RecordLayout, Site
+from sglang_trace.kernels.record import write_scales
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class KVRows:
 
     The pool's buffers stay where they are for the life of the engine, so their addresses are looked
     up once.
+
+    nan_seen   int32 [1] on the device: 1 once a gathered row had a NaN scale. Rows with full scales
+               show it themselves; rows with 2-bit scales cannot.
     """
 
     def __init__(self, layout: RecordLayout, sites: list[PoolSite]) -> None:
@@ -47,12 +51,14 @@ class KVRows:
         self._layout = layout
         self._sites = sites  # keeps the buffers alive
         self._width = width
+        device = sites[0].codes_PHd.device
+        self.nan_seen = torch.zeros(1, dtype=torch.int32, device=device)
         columns = [layout.columns(place.site, place.layer).start for place in sites]
         table = [
             [place.codes_PHd.data_ptr(), place.scales_PHb.data_ptr(), column]
             for place, column in zip(sites, columns, strict=True)
         ]
-        self._table_S3 = torch.tensor(table, dtype=torch.int64, device=sites[0].codes_PHd.device)
+        self._table_S3 = torch.tensor(table, dtype=torch.int64, device=device)
 
     def gather(self, slots_n: Tensor) -> Tensor:
         """Return the rows uint8 [n, B] of int64 or int32 `slots_n`; does not wait for the device.
@@ -69,16 +75,26 @@ class KVRows:
                 slots_n.contiguous(),
                 rows_nB,
                 rows_nB.stride(0),
+                self.nan_seen,
                 GROUPS=groups,
                 PADDED=triton.next_power_of_2(groups),
                 BITS=self._layout.bits,
+                SCALE_BITS=self._layout.scale_bits,
             )
         return rows_nB
 
 
 @triton.jit
 def _gather(
-    table, slots, rows, row_bytes, GROUPS: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr
+    table,
+    slots,
+    rows,
+    row_bytes,
+    nan_seen,
+    GROUPS: tl.constexpr,
+    PADDED: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALE_BITS: tl.constexpr,
 ):
     entry = table + tl.program_id(1) * 3
     codes = tl.load(entry).to(tl.pointer_type(tl.uint8))
@@ -98,6 +114,9 @@ def _gather(
         plane_C = tl.sum(low_C4 | high_C4, axis=1)
         tl.store(cell + bit * GROUPS + group_C, plane_C.to(tl.uint8), mask=live_C)
     # A block of 16 code words is two groups of eight.
-    has_scale_C = group_C < GROUPS // 2
-    scale_C = tl.load(scales + slot * (GROUPS // 2) + group_C, mask=has_scale_C, other=0)
-    tl.store(cell + BITS * GROUPS + group_C, scale_C, mask=has_scale_C)
+    SCALES: tl.constexpr = GROUPS // 2
+    scale_S = tl.arange(0, PADDED // 2)
+    code_S = tl.load(scales + slot * SCALES + scale_S, mask=scale_S < SCALES, other=0).to(tl.int32)
+    write_scales(cell + BITS * GROUPS, code_S, scale_S < SCALES, PADDED // 2, SCALES, SCALE_BITS)
+    if tl.max(((code_S & 0x7F) == 0x7F).to(tl.int32), axis=0) > 0:
+        tl.store(nan_seen, 1)

@@ -18,12 +18,14 @@ class LayerPlace:
 
     rows_MB  uint8 [M, B] rows of the FORWARD part, at a fixed address
     bits     bits kept of a code word
+    scale_bits  bits kept of a block scale
     id_bytes bytes of an expert id
     routes, fc1, fc2  first column of the site; fc2's slots follow each other, `fc2_slot` bytes each
     """
 
     rows_MB: Tensor
     bits: int
+    scale_bits: int
     id_bytes: int
     routes: int | None
     fc1: int | None
@@ -43,6 +45,7 @@ class LayerPlace:
         return cls(
             rows_MB,
             layout.bits,
+            layout.scale_bits,
             layout.id_bytes,
             starts[Site.ROUTES],
             starts[Site.FC1],

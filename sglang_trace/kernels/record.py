@@ -2,7 +2,8 @@
 
 Record bytes have no alignment, so they are stored one by one, neighbours by neighbours.
 
-Shape legend: B blocks of a row (padded), S = 16 values of a block, N values of a row.
+Shape legend: B blocks of a row (padded), P = B / 4 bytes of 2-bit scales, S = 16 values of a block,
+N values of a row.
 """
 
 import triton
@@ -28,6 +29,25 @@ def write_planes(
 
 
 @triton.jit
+def write_scales(
+    cell, scales_B, live_B, PADDED: tl.constexpr, BLOCKS: tl.constexpr, SCALE_BITS: tl.constexpr
+):
+    """Store E4M3 codes, or their low 2 bits as `bridge.low_scales.pack_low_scales`."""
+    if SCALE_BITS == 8:
+        tl.store(cell + tl.arange(0, PADDED), scales_B.to(tl.uint8), mask=live_B)
+    else:
+        low_B = tl.where(live_B, scales_B & 3, 0)
+        if PADDED < 4:
+            byte = tl.sum(low_B << (2 * tl.arange(0, PADDED)), axis=0)
+            tl.store(cell, byte.to(tl.uint8))
+        else:
+            low_P4 = tl.reshape(low_B, (PADDED // 4, 4)) << (2 * tl.arange(0, 4)[None, :])
+            at_P = tl.arange(0, PADDED // 4)
+            byte_P = tl.sum(low_P4, axis=1)
+            tl.store(cell + at_P, byte_P.to(tl.uint8), mask=at_P * 4 < BLOCKS)
+
+
+@triton.jit
 def write_site(
     cell,
     codes_BS,
@@ -37,13 +57,15 @@ def write_site(
     PADDED: tl.constexpr,
     BLOCKS: tl.constexpr,
     BITS: tl.constexpr,
+    SCALE_BITS: tl.constexpr,
 ):
-    """Store code planes, E4M3 scales and the token's scale: `RecordLayout.write_site`."""
+    """Store code planes, block scales and the token's scale: `RecordLayout.write_site`."""
     write_planes(cell, codes_BS, live_B, PADDED, BLOCKS, BITS)
     scales_at = cell + BITS * BLOCKS * 2
-    tl.store(scales_at + tl.arange(0, PADDED), scales_B.to(tl.uint8), mask=live_B)
+    write_scales(scales_at, scales_B, live_B, PADDED, BLOCKS, SCALE_BITS)
+    SCALE_BYTES: tl.constexpr = (BLOCKS * SCALE_BITS + 7) // 8
     byte = tl.arange(0, 4)
-    tl.store(scales_at + BLOCKS + byte, (bits_of(token_scale) >> (8 * byte)).to(tl.uint8))
+    tl.store(scales_at + SCALE_BYTES + byte, (bits_of(token_scale) >> (8 * byte)).to(tl.uint8))
 
 
 @triton.jit

@@ -60,6 +60,7 @@ def quantize_slots(
         BLOCKS=blocks,
         PADDED=triton.next_power_of_2(blocks),
         BITS=place.bits if place else 1,
+        SCALE_BITS=place.scale_bits if place else 8,
         FC2=fc2 is not None,
     )
 
@@ -95,6 +96,7 @@ def _quantize_slots(
     BLOCKS: tl.constexpr,
     PADDED: tl.constexpr,
     BITS: tl.constexpr,
+    SCALE_BITS: tl.constexpr,
     FC2: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
@@ -109,4 +111,4 @@ def _quantize_slots(
     write_operand(operand + index * BLOCKS * 16, codes_BS, effective_B, PADDED, BLOCKS)
     if FC2:
         cell = rows + (index // slots) * row_bytes + fc2_at + (index % slots) * slot_bytes
-        write_site(cell, codes_BS, scales_B, token_scale, live_B, PADDED, BLOCKS, BITS)
+        write_site(cell, codes_BS, scales_B, token_scale, live_B, PADDED, BLOCKS, BITS, SCALE_BITS)

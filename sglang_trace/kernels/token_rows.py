@@ -61,6 +61,7 @@ def quantize_tokens(
         SLOTS=slots,
         PADDED_SLOTS=triton.next_power_of_2(slots),
         BITS=place.bits if place else 1,
+        SCALE_BITS=place.scale_bits if place else 8,
         ID_BYTES=place.id_bytes if place else 1,
         FC1=fc1 is not None,
         ROUTES=routes is not None,
@@ -83,6 +84,7 @@ def _quantize_tokens(
     SLOTS: tl.constexpr,
     PADDED_SLOTS: tl.constexpr,
     BITS: tl.constexpr,
+    SCALE_BITS: tl.constexpr,
     ID_BYTES: tl.constexpr,
     FC1: tl.constexpr,
     ROUTES: tl.constexpr,
@@ -96,7 +98,8 @@ def _quantize_tokens(
     write_operand(operand + token * BLOCKS * 16, codes_BS, effective_B, PADDED, BLOCKS)
     row = rows + token * row_bytes
     if FC1:
-        write_site(row + fc1_at, codes_BS, scales_B, token_scale, live_B, PADDED, BLOCKS, BITS)
+        cell = row + fc1_at
+        write_site(cell, codes_BS, scales_B, token_scale, live_B, PADDED, BLOCKS, BITS, SCALE_BITS)
     if ROUTES:
         slot = tl.arange(0, PADDED_SLOTS)
         ids = tl.load(expert_ids + token * ids_row + slot, mask=slot < SLOTS, other=0).to(tl.int32)

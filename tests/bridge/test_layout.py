@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from bridge.cost import PUBLISHED
 from bridge.errors import SchemaMismatch
 from bridge.fp4 import decode_e4m3, quantize_nvfp4, token_scale
 from bridge.layout import (
@@ -22,18 +23,7 @@ from bridge.layout import (
 FC1, FC2, K, V, ROUTES = Site
 FORWARD, KV = Part
 
-# Qwen3.5-35B-A3B: a hybrid with full attention in every fourth layer.
-QWEN_35B = ModelShape(
-    num_layers=40,
-    hidden_size=2048,
-    moe_intermediate_size=512,
-    num_experts=256,
-    top_k=8,
-    num_kv_heads=2,
-    head_dim=256,
-    moe_layers=tuple(range(40)),
-    attention_layers=tuple(range(3, 40, 4)),
-)
+QWEN_35B = PUBLISHED["Qwen3.5-35B-A3B"]
 SMALL = ModelShape(
     num_layers=4,
     hidden_size=64,
@@ -74,6 +64,11 @@ class TestBytesOfThePaper:
         assert total(layout, (FC1,), (Kind.TOKEN_SCALE,)) == 20 * 4
         assert total(layout, (ROUTES,), (Kind.ROUTES,)) == 40 * 8
         assert layout.bytes_per_token() == 7_680 + 960 + 80 + 320
+
+    def test_two_bits_of_the_scales_are_a_quarter_of_their_bytes(self) -> None:
+        layout = RecordLayout(QWEN_35B, deeper_half(40), (FC1, K, V), bits=1, scale_bits=2)
+        assert total(layout, (FC1,), (Kind.SCALES,)) == 20 * 128 // 4
+        assert total(layout, (K, V), (Kind.SCALES,)) == 5 * 64 // 4
 
     def test_what_full_codes_with_fc2_cost(self) -> None:
         layout = RecordLayout(QWEN_35B, tuple(range(40)), (FC2,), bits=4)
@@ -133,6 +128,31 @@ class TestRows:
 
     def rows(self, part: Part, layout: RecordLayout = ALL_SITES) -> torch.Tensor:
         return torch.full((self.T, layout.row_bytes(part)), 0xAA, dtype=torch.uint8)
+
+    @pytest.mark.parametrize("scale_bits", [8, 2])
+    @pytest.mark.parametrize("site", [FC1, FC2, K, V])
+    def test_the_low_bits_of_the_scales_are_read_back_from_either_width(
+        self, scale_bits: int, site: Site
+    ) -> None:
+        layout = replace(ALL_SITES, scale_bits=scale_bits)
+        part = FORWARD if site in (FC1, FC2) else KV
+        shape = {FC1: (5, 64), FC2: (5, 2, 32), K: (5, 32), V: (5, 32)}[site]
+        codes, scales, scale = quantized(*shape)
+        rows = self.rows(part, layout)
+        layout.write_site(rows, site, 3, codes, scales, scale if part is FORWARD else None)
+        record = layout.site(rows, site, 3)
+        assert record.width == shape[-1]
+        assert torch.equal(record.low_codes(), codes & 7)
+        assert torch.equal(record.low_scales(), scales & 3)
+        if part is FORWARD:
+            assert record.token_scale is not None
+            assert torch.equal(record.token_scale, scale)
+
+    def test_low_bits_alone_are_no_scale(self) -> None:
+        layout = replace(ALL_SITES, scale_bits=2)
+        record = layout.site(self.rows(FORWARD, layout), FC1, 3)
+        with pytest.raises(LayoutError, match="--trace-scale-bits 8"):
+            record.effective_scale()
 
     @pytest.mark.parametrize("bits", [1, 2, 3, 4])
     @pytest.mark.parametrize(
@@ -223,6 +243,11 @@ class TestNarrowing:
             columns = narrowed.columns(field.site, field.layer)
             assert torch.equal(picked[columns], row[whole])
 
+    @pytest.mark.parametrize("scale_bits", [8, 2])
+    def test_a_narrowed_record_keeps_its_bits(self, scale_bits: int) -> None:
+        narrowed = replace(ALL_SITES, scale_bits=scale_bits).narrow((1,), (FC1,))
+        assert (narrowed.bits, narrowed.scale_bits) == (3, scale_bits)
+
     def test_neighbouring_columns_are_selected_in_one_slice(self) -> None:
         everything = slice(0, ALL_SITES.row_bytes(FORWARD))
         assert ALL_SITES.selection(FORWARD, ALL_SITES) == (everything,)
@@ -239,6 +264,8 @@ class TestNarrowing:
 class TestWireForm:
     def test_it_survives_the_round_trip(self) -> None:
         assert RecordLayout.from_dict(ALL_SITES.to_dict()) == ALL_SITES
+        low_scales = replace(ALL_SITES, scale_bits=2)
+        assert RecordLayout.from_dict(low_scales.to_dict()) == low_scales != ALL_SITES
 
     def test_it_is_made_of_plain_values(self) -> None:
         data = ALL_SITES.to_dict()
@@ -255,6 +282,10 @@ class TestWireForm:
             {"bits": 5},
             {"bits": True},
             {"bits": "1"},
+            {"scale_bits": 4},
+            {"scale_bits": 0},
+            {"scale_bits": "2"},
+            {"scale_bits": [2]},
             {"layers": [3, 1]},
             {"layers": [1, 1]},
             {"layers": [4]},

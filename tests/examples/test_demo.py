@@ -56,6 +56,10 @@ SPOILED: dict[str, tuple[str, dict[str, Any] | bool]] = {
         "logprob_gap",
         {"rtn": {"mean": 0.0}},
     ),
+    "two bits of a scale say the rollouts scale": (
+        "scales_of_two_bits",
+        {"all_layers": {"read": 1000, "wrong_share": 0.002}},
+    ),
     "no record is missing before or after the update": ("records_after_update", {"missing": 1}),
     "stored bytes are those of the formula": ("records", {"bytes_per_token_formula": 0}),
     "weights are equal on both sides before and after the update": (

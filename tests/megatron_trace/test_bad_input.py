@@ -143,6 +143,7 @@ def test_lengths_must_fit_the_tokens(
     [
         (1, tuple(Site), {"bits": 2}, "the records hold 1"),
         (1, tuple(Site), {"compare": True}, "--trace-bits 4"),
+        (4, tuple(Site), {"scale_bits": 4}, "hold 8: .* follow 8 or 2"),
         (4, (Site.FC2,), {}, "add routes"),
         (4, (Site.FC1,), {"sites": (Site.K,)}, "the record holds"),
         (4, tuple(Site), {"layers": (0,)}, "the record holds"),
@@ -161,6 +162,16 @@ def test_guidance_beyond_the_records_is_refused(
     short_records, _ = lib.roll_out(weights, sequences, layout=layout)
     with pytest.raises(TraceError, match=sentence) as error:
         lib.packed(short_records, sequences, **choice)
+    assert_one_sentence(error)
+
+
+def test_whole_scales_cannot_be_followed_where_two_bits_were_recorded(
+    lib: Any, weights: Weights, sequences: Any
+) -> None:
+    layout = RecordLayout(SHAPE, (2, 3), tuple(Site), 1, scale_bits=2)
+    records, _ = lib.roll_out(weights, sequences, layout=layout)
+    with pytest.raises(TraceError, match=r"the records hold 2: .*--trace-scale-bits 8") as error:
+        lib.packed(records, sequences, scale_bits=8)
     assert_one_sentence(error)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,9 +37,12 @@ def sequences(lib: Any) -> list[Tensor]:
     return [torch.cat((prompt, first)), torch.cat((prompt, second))]
 
 
-@pytest.fixture(scope="module")
-def direct(lib: Any, weights: Weights, sequences: list[Tensor]) -> list[Any]:
-    return lib.roll_out(weights, sequences, noise=0.0)[0]
+@pytest.fixture(scope="module", params=[8, 2], ids=["whole scales", "two bits of a scale"])
+def direct(
+    request: pytest.FixtureRequest, lib: Any, weights: Weights, sequences: list[Tensor]
+) -> list[Any]:
+    layout = replace(lib.FULL_LAYOUT, scale_bits=request.param)
+    return lib.roll_out(weights, sequences, noise=0.0, layout=layout)[0]
 
 
 @pytest.fixture(scope="module")

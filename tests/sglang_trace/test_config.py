@@ -20,7 +20,17 @@ def test_the_defaults_are_those_of_the_paper() -> None:
     layout = TraceConfig("tcp://x", options.trace_sites, options.trace_layers).layout(SHAPE)
     assert layout.layers == (2, 3, 4)
     assert layout.bits == options.trace_bits == 1
+    assert layout.scale_bits == options.trace_scale_bits == 8
     assert set(layout.sites) == {Site.FC1, Site.K, Site.V, Site.ROUTES}
+
+
+def test_scales_are_kept_whole_or_by_two_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    options = parsed("--trace-capture", "--trace-scale-bits", "2")
+    config = TraceConfig("tcp://x", scale_bits=options.trace_scale_bits)
+    assert config.layout(SHAPE).scale_bits == 2
+    with pytest.raises(SystemExit):
+        parsed("--trace-capture", "--trace-scale-bits", "4")
+    assert "choose from 8, 2" in capsys.readouterr().err
 
 
 def test_sites_are_read_in_any_order_and_stored_in_one() -> None:
@@ -35,7 +45,14 @@ def test_an_unknown_site_is_refused_with_the_choices(text: str) -> None:
 
 def test_the_configuration_survives_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TraceConfig(
-        "tcp://127.0.0.1:1", (Site.K, Site.V), "0,2", 3, Overflow.DROP, "/nowhere/failure", "k.keys"
+        "tcp://127.0.0.1:1",
+        (Site.K, Site.V),
+        "0,2",
+        bits=3,
+        scale_bits=2,
+        on_overflow=Overflow.DROP,
+        failure_file="/nowhere/failure",
+        bridge_keys="k.keys",
     )
     monkeypatch.setenv(ENVIRONMENT, config.to_environment()[ENVIRONMENT])
     assert TraceConfig.from_environment() == config

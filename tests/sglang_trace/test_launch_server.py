@@ -72,8 +72,9 @@ def test_a_combination_that_is_not_captured_is_told_with_its_reason(checkpoint: 
     ("arguments", "sentence"),
     [
         (
-            ["--trace-bits", "2", "--trace-dir", "d"],
-            "--trace-dir, --trace-bits only mean something together with --trace-capture",
+            ["--trace-bits", "2", "--trace-scale-bits", "2", "--trace-dir", "d"],
+            "--trace-dir, --trace-bits, --trace-scale-bits only mean something together with "
+            "--trace-capture",
         ),
         (
             ["--trace-capture", "--trace-bridge", "tcp://127.0.0.1:9", "--trace-dir", "d"],

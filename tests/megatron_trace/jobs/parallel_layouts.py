@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from reference_rollout import HF_CONFIG, SHAPE, make_records, random_weights
 from torch import Tensor
 
 from bridge.fp4 import encode_e4m3
-from bridge.layout import Part, Site
+from bridge.layout import Part, RecordLayout, Site
 from megatron_trace import Guidance, GuidedMicroBatch, TraceTrainerConfig, enable_fp4, guide
 from megatron_trace.hf import build_model, load_hf, transformer_config
 from megatron_trace.hf.local_part import LocalPart
@@ -58,8 +58,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     | {"virtual_pipeline_model_parallel_size": 2, "batch_p2p_comm": False},
 }
 
+# Two bits of a scale are read beside the block that the rank itself computes.
+LOW_SCALES = ("one rank", "expert", "tensor")
 
-def forged_records(sequences: list[Tensor]) -> list[Any]:
+
+def forged_records(sequences: list[Tensor], record: RecordLayout) -> list[Any]:
     """Records that have nothing to do with the values: a row mixed up would show everywhere."""
     generator = torch.Generator().manual_seed(9)
 
@@ -72,30 +75,30 @@ def forged_records(sequences: list[Tensor]) -> list[Any]:
     records = []
     for i, tokens in enumerate(sequences):
         t, k = len(tokens), SHAPE.top_k
-        forward = torch.zeros(t, FULL_LAYOUT.row_bytes(Part.FORWARD), dtype=torch.uint8)
-        kv = torch.zeros(t, FULL_LAYOUT.row_bytes(Part.KV), dtype=torch.uint8)
+        forward = torch.zeros(t, record.row_bytes(Part.FORWARD), dtype=torch.uint8)
+        kv = torch.zeros(t, record.row_bytes(Part.KV), dtype=torch.uint8)
         for layer in range(SHAPE.num_layers):
             ids = torch.rand(t, SHAPE.num_experts, generator=generator).topk(k)[1]
-            FULL_LAYOUT.write_routes(forward, layer, ids)
+            record.write_routes(forward, layer, ids)
             for site, rows, slots in (
                 (Site.FC1, forward, ()),
                 (Site.FC2, forward, (k,)),
                 (Site.K, kv, ()),
                 (Site.V, kv, ()),
             ):
-                n = FULL_LAYOUT.width(site)
+                n = record.width(site)
                 token_scale = torch.ones(t, *slots, 1) if rows is forward else None
-                FULL_LAYOUT.write_site(
+                record.write_site(
                     rows, site, layer, codes(t, *slots, n), scales(t, *slots, n // 16), token_scale
                 )
-        records.append(make_records(tokens, f"t{i}", FULL_LAYOUT, forward, kv))
+        records.append(make_records(tokens, f"t{i}", record, forward, kv))
     return records
 
 
-def micro_batches_of_this_rank(count: int) -> Iterator[tuple[list[Tensor], Any]]:
+def micro_batches_of_this_rank(count: int, scale_bits: int) -> Iterator[tuple[list[Tensor], Any]]:
     """Yield this data-parallel rank's sequences and records, micro-batch by micro-batch."""
     sequences = random_sequences(*LENGTHS)
-    records = forged_records(sequences)
+    records = forged_records(sequences, replace(FULL_LAYOUT, scale_bits=scale_bits))
     size = parallel_state.get_data_parallel_world_size()
     rank = parallel_state.get_data_parallel_rank()
     for i in range(count):
@@ -117,7 +120,7 @@ def guided_batch(sequences: list[Tensor], records: Any) -> tuple[Any, Any, Tenso
     return sequences, micro_batch, tokens
 
 
-def train_step(models: list[Any], count: int) -> tuple[float, Report]:
+def train_step(models: list[Any], count: int, scale_bits: int) -> tuple[float, Report]:
     """Forward and backward of `count` micro-batches; loss and counts summed over ranks."""
     losses: list[float] = []
 
@@ -138,7 +141,7 @@ def train_step(models: list[Any], count: int) -> tuple[float, Report]:
 
         return out, loss_of
 
-    batches = [guided_batch(*batch) for batch in micro_batches_of_this_rank(count)]
+    batches = [guided_batch(*batch) for batch in micro_batches_of_this_rank(count, scale_bits)]
     get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(batches) for _ in models] if len(models) > 1 else iter(batches),
@@ -177,7 +180,7 @@ def whole_gradients(model: Any) -> dict[str, Tensor]:
     return grads
 
 
-def run_layout(layout: dict[str, Any]) -> tuple[float, Report, dict[str, Tensor]]:
+def run_layout(layout: dict[str, Any], scale_bits: int) -> tuple[float, Report, dict[str, Tensor]]:
     sizes = {name: size for name, size in layout.items() if name.endswith("_parallel_size")}
     parallel_state.initialize_model_parallel(**sizes)
     tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
@@ -193,7 +196,7 @@ def run_layout(layout: dict[str, Any]) -> tuple[float, Report, dict[str, Tensor]
     enable_fp4(models, TraceTrainerConfig(weight_dtype=torch.float32))
     data_ranks = parallel_state.get_data_parallel_world_size()
     count = len(LENGTHS) // PER_MICRO_BATCH // data_ranks
-    loss, report = train_step(models, count)
+    loss, report = train_step(models, count, scale_bits)
     grads = {}
     for model in models:
         grads |= whole_gradients(model)
@@ -204,8 +207,10 @@ def run_layout(layout: dict[str, Any]) -> tuple[float, Report, dict[str, Tensor]
 def main(out: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    for name, layout in LAYOUTS.items():
-        loss, report, grads = run_layout(layout)
+    runs = [(name, layout, 8) for name, layout in LAYOUTS.items()]
+    runs += [(f"{name}, low scales", LAYOUTS[name], 2) for name in LOW_SCALES]
+    for name, layout, scale_bits in runs:
+        loss, report, grads = run_layout(layout, scale_bits)
         counts = {f"{site} {layer}": asdict(c) for (site, layer), c in report.counts.items()}
         # Every tensor-parallel rank computes the same loss; a pipeline has it on its last stage.
         copies = layout.get("tensor_model_parallel_size", 1)

@@ -14,11 +14,16 @@ FORWARD_SITES = (Site.ROUTES, Site.FC1, Site.FC2)
 
 
 def layout_of(
-    hidden: int, width: int, slots: int, bits: int, sites: tuple[Site, ...] = FORWARD_SITES
+    hidden: int,
+    width: int,
+    slots: int,
+    bits: int,
+    sites: tuple[Site, ...] = FORWARD_SITES,
+    scale_bits: int = 8,
 ) -> RecordLayout:
     """Three MoE layers of 300 experts, of which the last two are captured."""
     shape = ModelShape(3, hidden, width, 300, slots, 1, 16, (0, 1, 2), (0, 1, 2))
-    return RecordLayout(shape, (1, 2), sites, bits)
+    return RecordLayout(shape, (1, 2), sites, bits, scale_bits)
 
 
 def empty_rows(layout: RecordLayout, rows: int) -> Tensor:

@@ -40,10 +40,14 @@ def check(layout: RecordLayout, slots: Tensor, pool: list[PoolSite]) -> None:
 
 
 def layout_of(
-    heads: int, size: int, bits: int, sites: tuple[Site, ...] = (Site.K, Site.V)
+    heads: int,
+    size: int,
+    bits: int,
+    sites: tuple[Site, ...] = (Site.K, Site.V),
+    scale_bits: int = 8,
 ) -> RecordLayout:
     shape = ModelShape(4, 64, 64, 8, 2, heads, size, (0, 1, 2, 3), (0, 1, 3))
-    return RecordLayout(shape, (1, 2, 3), (Site.ROUTES, *sites), bits)
+    return RecordLayout(shape, (1, 2, 3), (Site.ROUTES, *sites), bits, scale_bits)
 
 
 @settings(max_examples=40, deadline=None)
@@ -51,13 +55,14 @@ def layout_of(
     heads=st.integers(1, 4),
     size=st.sampled_from((16, 48, 64)),
     bits=st.integers(1, 4),
+    scale_bits=st.sampled_from((8, 2)),
     slots=st.lists(st.integers(0, 19), max_size=6),
     seed=st.integers(0, 1000),
 )
 def test_any_slots_in_any_order(
-    heads: int, size: int, bits: int, slots: list[int], seed: int
+    heads: int, size: int, bits: int, scale_bits: int, slots: list[int], seed: int
 ) -> None:
-    layout = layout_of(heads, size, bits)
+    layout = layout_of(heads, size, bits, scale_bits=scale_bits)
     check(layout, torch.tensor(slots, dtype=torch.int64), pool_of(layout, 20, seed))
 
 
@@ -65,6 +70,22 @@ def test_any_slots_in_any_order(
 def test_a_layout_with_one_of_the_two(site: Site) -> None:
     layout = layout_of(2, 32, 1, (site,))
     check(layout, torch.tensor([3, 0, 3]), pool_of(layout, 5, 0))
+
+
+@pytest.mark.parametrize("scale_bits", [8, 2])
+@pytest.mark.parametrize("nan_code", [0x7F, 0xFF])
+def test_a_nan_scale_is_remembered_once_its_slot_is_gathered(
+    scale_bits: int, nan_code: int
+) -> None:
+    layout = layout_of(3, 48, 1, scale_bits=scale_bits)
+    pool = pool_of(layout, 5, 0)
+    for place in pool:
+        place.scales_PHb.clamp_(max=0x7E)
+    pool[1].scales_PHb[2, 1, 1] = nan_code
+    rows = KVRows(layout, pool)
+    for slots, seen in (([0, 1, 3, 4], 0), ([2], 1), ([0], 1)):
+        rows.gather(torch.tensor(slots, device=DEVICE))
+        assert rows.nan_seen.tolist() == [seen]
 
 
 def test_a_pool_without_a_buffer_of_the_layout_is_a_mistake() -> None:
@@ -76,6 +97,7 @@ def test_a_pool_without_a_buffer_of_the_layout_is_a_mistake() -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_ten_million_values_on_a_gpu() -> None:
-    layout = layout_of(4, 128, 1)
     slots = torch.randperm(6000, generator=torch.Generator().manual_seed(1))[:5500]
-    check(layout, slots, pool_of(layout, 6000, 2))
+    for scale_bits in (8, 2):
+        layout = layout_of(4, 128, 1, scale_bits=scale_bits)
+        check(layout, slots, pool_of(layout, 6000, 2))

@@ -27,11 +27,11 @@ from tests.sglang_trace.kernels.inputs import (
 from tests.sglang_trace.kernels.staged import empty_rows, layout_of, place_of
 
 
-def check(gate_up_R2I: Tensor, slots: int, bits: int = 1) -> None:
+def check(gate_up_R2I: Tensor, slots: int, bits: int = 1, scale_bits: int = 8) -> None:
     """Run the kernel and compare operand and staging rows."""
     rows, both = gate_up_R2I.shape
     width, tokens = both // 2, rows // slots
-    layout = layout_of(16, width, slots, bits)
+    layout = layout_of(16, width, slots, bits, scale_bits=scale_bits)
     place = place_of(layout, tokens + 1, 2)
     operand = torch.full((rows, width), 7, dtype=torch.bfloat16, device=DEVICE)
     quantize_slots(gate_up_R2I.to(DEVICE), slots, operand, place)
@@ -53,9 +53,14 @@ def test_the_row_is_the_layouts_and_the_operand_is_exact(width: int, bits: int) 
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 1 << 30), slots=st.integers(1, 4), blocks=st.integers(1, 5))
-def test_any_bit_patterns(seed: int, slots: int, blocks: int) -> None:
-    check(any_bf16(2 * slots, 64 * blocks, seed), slots)
+@given(
+    seed=st.integers(0, 1 << 30),
+    slots=st.integers(1, 4),
+    scale_bits=st.sampled_from((8, 2)),
+    blocks=st.integers(1, 5),
+)
+def test_any_bit_patterns(seed: int, slots: int, scale_bits: int, blocks: int) -> None:
+    check(any_bf16(2 * slots, 64 * blocks, seed), slots, scale_bits=scale_bits)
 
 
 def test_silu_is_torchs_for_every_bf16_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,3 +82,4 @@ def silu_of_every(x, y):
 def test_ten_million_sites_on_a_gpu() -> None:
     check(any_bf16(4 * 8 * 400, 2 * 768, 1), 8, 4)
     check(with_corners(usual_bf16(4 * 8 * 400, 2 * 768, 2), 3), 8, 1)
+    check(any_bf16(4 * 8 * 400, 2 * 768, 3), 8, 1, scale_bits=2)

@@ -32,11 +32,15 @@ SLOTS = 3
 
 
 def check(
-    x_TH: Tensor, bits: int = 1, sites: tuple[Site, ...] = FORWARD_SITES, layer: int = 2
+    x_TH: Tensor,
+    bits: int = 1,
+    sites: tuple[Site, ...] = FORWARD_SITES,
+    layer: int = 2,
+    scale_bits: int = 8,
 ) -> None:
     """Run the kernel and compare operand and all staging rows, two more than there are tokens."""
     tokens, hidden = x_TH.shape
-    layout = layout_of(hidden, 16, SLOTS, bits, sites)
+    layout = layout_of(hidden, 16, SLOTS, bits, sites, scale_bits)
     place = place_of(layout, tokens + 2, layer)
     ids = torch.randint(0, 300, (tokens, SLOTS), generator=torch.Generator().manual_seed(0))
     operand = torch.full_like(x_TH, 7, dtype=torch.bfloat16).to(DEVICE)
@@ -66,10 +70,20 @@ def test_the_row_is_the_layouts_and_the_operand_is_exact(hidden: int, bits: int)
     check(with_corners(usual_bf16(6, hidden, bits), 1), bits)
 
 
+@pytest.mark.parametrize("hidden", [32, 64, 96, 160])
+def test_scales_of_two_bits_are_packed_as_the_layout_packs_them(hidden: int) -> None:
+    check(with_corners(usual_bf16(6, hidden, 1), 1), scale_bits=2)
+
+
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 1 << 30), bits=st.integers(1, 4), blocks=st.integers(1, 5))
-def test_any_bit_patterns(seed: int, bits: int, blocks: int) -> None:
-    check(any_bf16(2, 32 * blocks, seed), bits)
+@given(
+    seed=st.integers(0, 1 << 30),
+    bits=st.integers(1, 4),
+    scale_bits=st.sampled_from((8, 2)),
+    blocks=st.integers(1, 5),
+)
+def test_any_bit_patterns(seed: int, bits: int, scale_bits: int, blocks: int) -> None:
+    check(any_bf16(2, 32 * blocks, seed), bits, scale_bits=scale_bits)
 
 
 @pytest.mark.parametrize("sites", [(Site.FC1,), (Site.ROUTES,), (Site.FC2,)])
@@ -115,7 +129,7 @@ def test_padding_rows_change_no_other_row() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("bits", [1, 4])
-def test_ten_million_sites_on_a_gpu(bits: int) -> None:
-    check(any_bf16(2600, 2048, bits), bits)
-    check(with_corners(usual_bf16(2600, 2048, bits), 6), bits)
+@pytest.mark.parametrize(("bits", "scale_bits"), [(1, 8), (4, 8), (1, 2)])
+def test_ten_million_sites_on_a_gpu(bits: int, scale_bits: int) -> None:
+    check(any_bf16(2600, 2048, bits), bits, scale_bits=scale_bits)
+    check(with_corners(usual_bf16(2600, 2048, bits), 6), bits, scale_bits=scale_bits)
