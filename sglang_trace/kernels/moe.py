@@ -73,12 +73,11 @@ class Workspace:
         self._outputs = torch.empty(
             most_rows * max(2 * width, hidden), dtype=torch.bfloat16, device=device
         )
-        room = max(
-            most_tiles(most_rows, num_experts, shape.rows) * shape.rows
-            for shape in (FEW, DECODE, PREFILL)
-        )
+        shapes = (FEW, DECODE, PREFILL)
+        tiles = [most_tiles(most_rows, num_experts, shape.rows) for shape in shapes]
+        room = max(tile * shape.rows for tile, shape in zip(tiles, shapes, strict=True))
         self._row_of = torch.empty(room, dtype=torch.int32, device=device)
-        self.expert_of = torch.empty(room // min(FEW.rows, DECODE.rows), dtype=torch.int32, device=device)
+        self.expert_of = torch.empty(max(tiles), dtype=torch.int32, device=device)
         self.count = torch.empty(1, dtype=torch.int32, device=device)
 
     def operand(self, rows: int, width: int) -> Tensor:
