@@ -58,6 +58,12 @@ class Table:
         self.rows.append(row)
         print(json.dumps(row), flush=True)
 
+    def lacks(self, kernel: str, reason: str) -> None:
+        """Note why a kernel was not measured."""
+        row = {"kernel": kernel, "reason": reason}
+        self.rows.append(row)
+        print(json.dumps(row), flush=True)
+
 
 def copy_rate() -> float:
     """GB/s of an elementwise kernel, bytes read and written."""
