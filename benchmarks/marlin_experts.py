@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -36,11 +37,16 @@ from bridge.fp4 import NVFP4_BLOCK, Fp4Tensor, unpack_nibbles
 from sglang_trace.experts import quantize_activation
 from sglang_trace.kernels.moe import ExpertWeights
 from sglang_trace.kernels.nvfp4 import quantize_weights
+from sglang_trace.refusals import GPU_RELEASE
 
 # The rows of a block of Marlin's and the share of them that SGLang wants filled. SGLang also has
 # blocks of 48, which none of the batches here would get.
 BLOCKS, FILLED = (8, 16, 32, 64), 0.9
 FP32_ULP, BF16_HALF = 2.0**-23, 2.0**-8
+
+
+class AnotherRelease(Exception):
+    """SGLang's kernel may take other arguments."""
 
 
 class BeyondBound(Exception):
@@ -127,7 +133,12 @@ def gemm() -> Callable[..., Tensor]:
 
     SGLang compiles some 190 kernels for all formats, which takes many minutes, when it needs the
     first of them. The table of formats in its source is cut down to ours in a copy: half a minute.
+
+    Raises:
+        AnotherRelease: the installed SGLang is not the one whose call is known here.
     """
+    if version("sglang") != GPU_RELEASE:
+        raise AnotherRelease(f"sglang {version('sglang')}, not {GPU_RELEASE}")
     import sglang.srt.layers.quantization  # noqa: F401 - SGLang's own order of imports
     from sglang.kernels.jit.utils import KERNEL_PATH, load_jit, make_cpp_args
     from sglang.kernels.ops.moe import moe_wna16_marlin
@@ -140,7 +151,8 @@ def gemm() -> Callable[..., Tensor]:
     arguments = make_cpp_args(torch.bfloat16, False, False)
     module = load_jit(
         "trace_nvfp4_marlin",
-        external_cuda_files=[str(copy)],
+        # An absolute path stays what it is under SGLang's folder of sources.
+        cuda_files=[str(copy)],
         cuda_wrappers=[("moe_wna16_marlin_gemm", f"moe_wna16_marlin_gemm<{arguments}>")],
         extra_include_paths=[str(folder)],
     )
