@@ -202,9 +202,11 @@ def _multiply(
 ):
     tile = tl.program_id(1)
     # All asked for before any is waited for; beyond `count` they are memory that nobody wrote.
-    tiles = tl.load(count)
-    expert = tl.load(expert_of + tile).to(tl.int64)
-    row_M = tl.load(row_of + tile * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
+    # Volatile, or the compiler moves two of them behind the branch.
+    tiles = tl.load(count, volatile=True)
+    expert = tl.load(expert_of + tile, volatile=True).to(tl.int64)
+    rows = row_of + tile * TILE_M + tl.arange(0, TILE_M)
+    row_M = tl.load(rows, volatile=True).to(tl.int64)
     if tile >= tiles:
         return
     # Here, not where it is used: then it arrives during the loop.
