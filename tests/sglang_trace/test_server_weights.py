@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,16 @@ def versions_of(client: TraceClient, trajectory: str) -> tuple[str, ...]:
     return client.fetch(trajectory).weight_versions
 
 
+@contextmanager
+def session(server: LiveServer) -> Iterator[None]:
+    """An update in one or several messages, where the release has such a thing."""
+    if HAS_SESSIONS:
+        server.post("begin_weight_update")
+    yield
+    if HAS_SESSIONS:
+        server.post("end_weight_update")
+
+
 def update_from_tensors(server: LiveServer, weights: dict[str, torch.Tensor], **extra: Any) -> None:
     # CPU tensors travel by name: the default strategy passes file descriptors, which only works
     # between a process and its children.
@@ -67,12 +78,9 @@ def update_from_tensors(server: LiveServer, weights: dict[str, torch.Tensor], **
     torch.multiprocessing.set_sharing_strategy("file_system")
     serialized = MultiprocessingSerializer.serialize(list(weights.items()), output_str=True)
     torch.multiprocessing.set_sharing_strategy(strategy)
-    if HAS_SESSIONS:
-        server.post("begin_weight_update")
     body = {"serialized_named_tensors": [serialized], "flush_cache": True} | extra
-    assert server.post("update_weights_from_tensor", body)["success"]
-    if HAS_SESSIONS:
-        server.post("end_weight_update")
+    with session(server):
+        assert server.post("update_weights_from_tensor", body)["success"]
 
 
 GROUP = "trainer"
@@ -98,6 +106,8 @@ def update_group(server: LiveServer) -> Iterator[ProcessGroup]:
             world_size=2,
             rank=0,
             group_name=GROUP,
+            # A server that refuses an update takes no part in its broadcasts.
+            timeout=timedelta(seconds=30),
         )
         assert joined.result()["success"]
     yield group
@@ -170,24 +180,19 @@ def test_updates_over_a_process_group_requantize_in_place_and_name_their_rows(
     with server.client() as client, update_group(server) as group:
         before = server.generate("before-group", PROMPT, 6)
         (named,) = versions_of(client, "before-group")
-        if HAS_SESSIONS:
-            server.post("begin_weight_update")
-        broadcast(server, group, parts[0])
-        server.generate("half-updated", PROMPT, 3)
-        broadcast(server, group, parts[1], weight_version="group-1")
-        if HAS_SESSIONS:
-            server.post("end_weight_update")
+        with session(server):
+            broadcast(server, group, parts[0])
+            server.generate("half-updated", PROMPT, 3)
+            broadcast(server, group, parts[1], weight_version="group-1")
         assert told_digests(client, "group-1") == expert_digests(other)
         after = server.generate("after-group", PROMPT, 6)
         assert after["output_ids"] != before["output_ids"]
         assert versions_of(client, "after-group") == ("group-1",)
         assert versions_of(client, "half-updated") == (f"{named}+1",)
 
-        if HAS_SESSIONS:
-            server.post("begin_weight_update")
-        broadcast(server, group, old, weight_version="group-2", load_format="flattened_bucket")
-        if HAS_SESSIONS:
-            server.post("end_weight_update")
+        whole = {"weight_version": "group-2", "load_format": "flattened_bucket"}
+        with session(server):
+            broadcast(server, group, old, **whole)
         assert told_digests(client, "group-2") == expert_digests(checkpoint)
         again = server.generate("after-second-group", PROMPT, 6)
         assert again["output_ids"] == before["output_ids"]
