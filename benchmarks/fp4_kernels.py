@@ -7,7 +7,9 @@ and stay cached, as they are in an engine (`cached` says which).
 
 The byte limit is what an elementwise kernel moves in the same run. Baselines: the plain torch
 reference for the quantizers, and for the experts a grouped GEMM of the same structure on BF16
-weights and torch's own grouped GEMM.
+weights, torch's own grouped GEMM, and SGLang's Marlin on the same FP4 weights (needs sglang 0.5.17
+and nvcc; it is checked against the exact products first, and is a row with the reason where it
+cannot run).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import astuple
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +25,7 @@ import torch
 import typer
 from torch import Tensor
 
+from benchmarks import marlin_experts
 from benchmarks.bf16_experts import (
     EXPERTS,
     HIDDEN,
@@ -37,7 +41,7 @@ from bridge.fp4 import quantize_mxfp4, quantize_nvfp4
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from sglang_trace.experts import quantize_activation
 from sglang_trace.kernels.combine import combine
-from sglang_trace.kernels.grouped_gemm import DECODE, PREFILL, TileShape, multiply
+from sglang_trace.kernels.grouped_gemm import DECODE, FEW, PREFILL, TileShape, multiply
 from sglang_trace.kernels.kv_rows import KVRows, PoolSite
 from sglang_trace.kernels.moe import ExpertWeights, Workspace, run_experts, tile_shape
 from sglang_trace.kernels.mxfp4 import quantize_mxfp4_packed
@@ -197,10 +201,27 @@ def weight_bytes(experts_used: float, bits: float) -> int:
     return int(experts_used * 3 * HIDDEN * WIDTH * bits / 8)
 
 
+def marlin_layers(table: Table, weights: list[ExpertWeights]) -> list[marlin_experts.Layer]:
+    """The same experts in Marlin's form; none if it does not run here or computes other results."""
+    try:
+        of_bound = marlin_experts.check()
+    except Exception as error:
+        # Whatever it is: no nvcc, another SGLang, kernels that are not built for this GPU.
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        table.note("experts, Marlin GEMMs alone", 0, failed=reason)
+        return []
+    print(f"Marlin's largest error is {of_bound:.3f} of the bound", flush=True)
+    return [marlin_experts.Layer.repack(each) for each in weights]
+
+
 def time_layer(
-    table: Table, weights: list[ExpertWeights], bf16: list[tuple[Tensor, Tensor]], tokens: int
+    table: Table,
+    weights: list[ExpertWeights],
+    bf16: list[tuple[Tensor, Tensor]],
+    marlin: list[marlin_experts.Layer],
+    tokens: int,
 ) -> None:
-    """The whole layer with and without records, its GEMMs, and the BF16 experts' GEMMs."""
+    """The whole layer with and without records, its GEMMs, and those of the baselines."""
     rows = tokens * SLOTS
     shape = tile_shape(rows, EXPERTS)
     routed = [Routed.make(tokens, shape.rows) for _ in weights]
@@ -238,64 +259,102 @@ def time_layer(
     table.add("experts, BF16 GEMMs alone", tokens, theirs, best, tile=how, fp4_speedup=best / gemms)
     ours = grouped_mm_time(bf16, tokens)
     table.add("experts, torch grouped_mm alone", tokens, theirs, ours, fp4_speedup=ours / gemms)
+    if marlin:
+        us = marlin_experts.gemm_times(marlin, tokens)
+        table.add("experts, Marlin GEMMs alone", tokens, moved, us, fp4_speedup=us / gemms)
 
 
 # --- finding the tiles
 
 
-def tune(weights: list[ExpertWeights]) -> None:
-    """Print the time of many tiles; `DECODE` and `PREFILL` were chosen from this."""
-    small = (64, 32, 4), (64, 64, 4), (128, 32, 8), (128, 64, 8)
-    decode = [TileShape(16, *tile, stages) for tile in small for stages in (3, 4, 5)]
-    large = (64, 128, 32, 8), (128, 64, 32, 4), (128, 128, 16, 8), (128, 128, 32, 8)
-    prefill = [
-        TileShape(*tile, stages) for tile in (*large, (256, 128, 32, 8)) for stages in (2, 3)
+def candidates(tokens: int) -> list[TileShape]:
+    """Tiles worth a try: other amounts loaded ahead, converted at once and run side by side."""
+    if tokens >= PREFILL_TOKENS:
+        return [
+            PREFILL,
+            # Two tiles a processor: one converts while the other multiplies.
+            *(TileShape(128, 128, 32, 8, 2, registers=128), TileShape(128, 128, 16, 8, 3)),
+            *(TileShape(128, 128, 16, 4, 3), TileShape(128, 128, 32, 4, 2)),
+            # Wide ones: activations are read less often.
+            *(TileShape(128, 256, 16, 8, stages) for stages in (3, 4)),
+            *(TileShape(64, 256, 16, 4, 3), TileShape(64, 128, 32, 4, 3)),
+        ]
+    return [
+        *(DECODE, FEW, TileShape(16, 64, 32, 4, 4), TileShape(16, 64, 64, 4, 3)),
+        *(TileShape(16, 64, 64, 4, 4), TileShape(16, 64, 128, 4, 3)),
+        *(TileShape(16, 128, 32, 4, stages) for stages in (3, 4)),
+        *(TileShape(16, 128, 64, 4, 3), TileShape(16, 128, 32, 8, 4)),
     ]
-    for tokens, shapes in ((8, decode), (32, decode), (128, decode), (PREFILL_TOKENS, prefill)):
+
+
+def tune(weights: list[ExpertWeights], batches: tuple[int, ...]) -> None:
+    """Print the time of many tiles; those in `grouped_gemm` were chosen from this."""
+    for tokens in batches:
         used = weights if tokens < PREFILL_TOKENS else weights[:2]
         times = []
-        for shape in shapes:
+        for shape in candidates(tokens):
             try:
-                times.append((*(gemm_time(used, tokens, shape, i) for i in (0, 1)), astuple(shape)))
+                times.append((*(gemm_time(used, tokens, shape, i) for i in (0, 1)), shape))
             except Exception as error:
-                print("tune", shape, type(error).__name__, str(error)[:80])
-        for first, second, shape in sorted(times, key=lambda t: t[0] + t[1])[:6]:
-            print(f"tune {tokens} {shape}: {first:.1f} + {second:.1f} us", flush=True)
+                print("tune", shape, type(error).__name__, str(error)[:80], flush=True)
+        ranked = sorted(times, key=lambda t: t[0] + t[1])
+        for first, second, shape in ranked:
+            print(f"tune {tokens}: {first:7.1f} + {second:7.1f} us  {shape}", flush=True)
+        for which, name in ((0, "fc1"), (1, "fc2")):
+            best = min(times, key=lambda t: t[which])
+            print(f"tune {tokens}: best {name} {best[which]:.1f} us  {best[2]}", flush=True)
+
+
+PARTS = ("quantizers", "kv", "experts")
 
 
 def main(
     out: Annotated[Path, typer.Option(help="Where to write the JSON.")] = Path(
         "benchmarks/results/h200/fp4_kernels.json"
     ),
-    tune_tiles: Annotated[bool, typer.Option("--tune", help="Try tiles instead.")] = False,
+    parts: Annotated[str, typer.Option(help=f"What to measure, of {', '.join(PARTS)}.")] = ",".join(
+        PARTS
+    ),
+    batches: Annotated[
+        str, typer.Option(help="Tokens of a pass.")
+    ] = f"1,8,32,128,{PREFILL_TOKENS}",
+    tune_tiles: Annotated[bool, typer.Option("--tune", help="Try GEMM tiles instead.")] = False,
     commit: Annotated[str, typer.Option(help="What is measured; default: ask git.")] = "",
 ) -> None:
-    """Times every kernel at batch 1, 8, 32, 128 and a prefill chunk; writes JSON."""
+    """Times the kernels at the given batches; writes JSON."""
+    wanted, tokens = parts.split(","), tuple(int(each) for each in batches.split(","))
+    if unknown := set(wanted) - set(PARTS):
+        raise typer.BadParameter(f"no such parts: {', '.join(sorted(unknown))}")
     torch.manual_seed(0)
     weights = [random_weights() for _ in range(SETS)]
     if tune_tiles:
-        tune(weights)
+        tune(weights, tokens)
         return
     table = Table(copy_rate())
     print(f"copy: {table.rate:.0f} GB/s")
     try:
-        measure(table, weights)
+        measure(table, weights, wanted, tokens)
     finally:
-        tiles = {"decode": astuple(DECODE), "prefill": astuple(PREFILL)}
+        tiles = {"few": astuple(FEW), "decode": astuple(DECODE), "prefill": astuple(PREFILL)}
         report = result("fp4_kernels", table, commit or git_commit(), tiles=tiles)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def measure(table: Table, weights: list[ExpertWeights]) -> None:
+def measure(
+    table: Table, weights: list[ExpertWeights], parts: list[str], batches: tuple[int, ...]
+) -> None:
     """Fill the table."""
-    batches = (1, 8, 32, 128, PREFILL_TOKENS)
-    for tokens in batches:
-        time_fc1(table, tokens)
-        time_fc2(table, tokens)
-    time_quantizers(table)
-    for tokens in (128, 4096):
-        time_kv(table, tokens)
+    if "quantizers" in parts:
+        for tokens, time_site in product(batches, (time_fc1, time_fc2)):
+            time_site(table, tokens)
+        time_quantizers(table)
+    if "kv" in parts:
+        for tokens in (128, 4096):
+            time_kv(table, tokens)
+    if "experts" not in parts:
+        return
+    marlin = marlin_layers(table, weights)
     bf16 = [
         (
             torch.randn(EXPERTS, 2 * WIDTH, HIDDEN, device="cuda", dtype=torch.bfloat16),
@@ -305,7 +364,7 @@ def measure(table: Table, weights: list[ExpertWeights]) -> None:
     ]
     for tokens in batches:
         few = SETS if tokens < PREFILL_TOKENS else 2
-        time_layer(table, weights[:few], bf16[:few], tokens)
+        time_layer(table, weights[:few], bf16[:few], marlin[:few], tokens)
 
 
 if __name__ == "__main__":

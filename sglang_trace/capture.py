@@ -158,6 +158,11 @@ class Capture:
 
     # --- weights
 
+    def weights_changing(self) -> None:
+        """Some of an update's weights were loaded: rows from here on belong to no named weights."""
+        self._ship(self._block.take())
+        self._versions.enter(None, self._ledger.next_row)
+
     def weights_changed(self, version: str | None) -> None:
         """Weights were loaded or renamed: rows from here on belong to them; send their digests.
 

@@ -103,9 +103,14 @@ def on_request(scheduler: Any, request: Any, reply: Any) -> None:
         return
     from sglang_trace import weight_updates
 
-    if weight_updates.changes_weights(scheduler.weight_updater, request):
-        with failure.reported():
-            _capture.weights_changed(weight_updates.version_after(scheduler, request, reply))
+    if not weight_updates.changes_weights(request):
+        return
+    with failure.reported():
+        version = weight_updates.version_after(scheduler, request, reply)
+        if weight_updates.in_session(scheduler.weight_updater):
+            _capture.weights_changing()
+        else:
+            _capture.weights_changed(version)
 
 
 def _slots(req: Any, req_to_token_pool: Any) -> Tensor | None:

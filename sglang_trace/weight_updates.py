@@ -8,6 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from bridge.errors import TraceError
+
+
+class WeightsNotNamed(TraceError):
+    """The scheduler does not call its weights what the update named them."""
+
+
 # Names of SGLang's request classes; some releases lack some of them.
 CHANGES_WEIGHTS = frozenset(
     {
@@ -18,21 +25,35 @@ CHANGES_WEIGHTS = frozenset(
 )
 
 
-def changes_weights(weight_updater: Any, request: Any) -> bool:
+def changes_weights(request: Any) -> bool:
     """Whether the weights that are served, or their name, may be others after this request.
 
-    A request that failed counts as well: it may have replaced some of the weights. Within a session
-    nothing counts before its end.
+    A request that failed counts as well: it may have replaced some of the weights.
     """
-    if type(request).__name__ not in CHANGES_WEIGHTS:
-        return False
-    return getattr(weight_updater, "_session", None) is None
+    return type(request).__name__ in CHANGES_WEIGHTS
+
+
+def in_session(weight_updater: Any) -> bool:
+    """Whether an update has begun and not ended: weights arrive in pieces."""
+    return getattr(weight_updater, "_session", None) is not None
 
 
 def version_after(scheduler: Any, request: Any, reply: Any) -> str | None:
-    """Return what the weights are called now, None if this update did not name them."""
-    if hasattr(scheduler, "record_weight_version_change"):
-        from sglang.srt.runtime_context import get_serving
+    """Return what the weights are called now, None if this update did not name them.
 
-        return str(get_serving().weight_version)
-    return getattr(request, "weight_version", None) if reply.success else None
+    Raises:
+        WeightsNotNamed: the scheduler knows versions and took this update, but not its name.
+    """
+    named = getattr(request, "weight_version", None)
+    succeeded = getattr(reply, "success", True)
+    if not hasattr(scheduler, "record_weight_version_change"):
+        return named if succeeded else None
+    from sglang.srt.runtime_context import get_serving
+
+    current = str(get_serving().weight_version)
+    if succeeded and named not in (None, current):
+        raise WeightsNotNamed(
+            f"SGLang took weights named {named!r} and calls them {current!r}, so records would "
+            "name the wrong weights: restart the server, or name them by update_weight_version."
+        )
+    return current

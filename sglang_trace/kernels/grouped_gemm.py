@@ -34,16 +34,23 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 @dataclass(frozen=True)
 class TileShape:
-    """How the GEMM is cut: M rows, N outputs, and W words of four inputs a step."""
+    """How the GEMM is cut: M rows, N outputs, and W words of four inputs a step.
+
+    `registers` is the most a thread may use, None for what the compiler wants: fewer let more
+    tiles share a processor, so that one converts code words while another multiplies.
+    """
 
     rows: int
     outputs: int
     words: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
-# Decode: tiles of the fewest rows a tensor core takes. Prefill: tiles that reuse a weight often.
+# Decode: tiles of the fewest rows a tensor core takes. For so few experts that a processor has one
+# or two tiles, these must ask for much memory ahead. Prefill: tiles that reuse a weight often.
+FEW = TileShape(rows=16, outputs=64, words=64, warps=4, stages=5)
 DECODE = TileShape(rows=16, outputs=64, words=32, warps=4, stages=3)
 PREFILL = TileShape(rows=128, outputs=128, words=32, warps=8, stages=3)
 
@@ -104,6 +111,7 @@ def multiply(
         NATIVE=native,
         num_warps=shape.warps,
         num_stages=shape.stages,
+        **({"maxnreg": shape.registers} if shape.registers else {}),
     )
 
 
@@ -112,19 +120,19 @@ def _code_words(words, NATIVE: tl.constexpr):
     """Return the four E2M1 values of 16-bit words, times 2^-126 in BF16 if NATIVE, else in FP32.
 
     E2M1's three magnitude bits, put where BF16's exponent ends, are the value * 2^-126: both
-    formats have subnormals. The assembly does it for two words at a time.
+    formats have subnormals. The assembly does it for two words at a time, in 13 instructions: the
+    product of a lone code word and 2^j + 2^k holds its sign where one of the two copies puts it
+    and its magnitude where the other does, and a mask drops the rest.
     """
     if NATIVE:
         return tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 s, m;
-            shl.b32 s, $4, 12; shl.b32 m, $4, 6;
-            and.b32 m, m, 0x01c001c0; lop3.b32 $0, s, 0x80008000, m, 0xea;
-            shl.b32 s, $4, 8; shl.b32 m, $4, 2;
-            and.b32 m, m, 0x01c001c0; lop3.b32 $1, s, 0x80008000, m, 0xea;
-            shl.b32 s, $4, 4; shr.b32 m, $4, 2;
-            and.b32 m, m, 0x01c001c0; lop3.b32 $2, s, 0x80008000, m, 0xea;
+            .reg .b32 v, m;
+            and.b32 m, $4, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 $0, m, 0x81c081c0;
+            and.b32 m, $4, 0x00f000f0; mul.lo.u32 m, m, 0x0104; and.b32 $1, m, 0x81c081c0;
+            shr.b32 v, $4, 8;
+            and.b32 m, v, 0x000f000f; mul.lo.u32 m, m, 0x1040; and.b32 $2, m, 0x81c081c0;
             shr.b32 m, $4, 6;
             and.b32 m, m, 0x01c001c0; lop3.b32 $3, $4, 0x80008000, m, 0xea;
             }
@@ -193,10 +201,17 @@ def _multiply(
     NATIVE: tl.constexpr,
 ):
     tile = tl.program_id(1)
-    if tile >= tl.load(count):
+    # All asked for before any is waited for; beyond `count` they are memory that nobody wrote.
+    # Volatile, or the compiler moves two of them behind the branch.
+    tiles = tl.load(count, volatile=True)
+    expert = tl.load(expert_of + tile, volatile=True).to(tl.int64)
+    rows = row_of + tile * TILE_M + tl.arange(0, TILE_M)
+    row_M = tl.load(rows, volatile=True).to(tl.int64)
+    if tile >= tiles:
         return
-    expert = tl.load(expert_of + tile).to(tl.int64)
-    row_M = tl.load(row_of + tile * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
+    # Here, not where it is used: then it arrives during the loop.
+    first_scale = tl.load(global_first + expert)
+    second_scale = tl.load(global_second + expert)
     out_N = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     weight_N = expert * N + out_N % N
     block_B = tl.arange(0, TILE_W // 4)
@@ -224,8 +239,6 @@ def _multiply(
         if not NATIVE:
             x_hat_KM = upcast(x_hat_KM)
         sum_NM = tl.dot(w_NK, x_hat_KM, sum_NM, input_precision="ieee")
-    first_scale = tl.load(global_first + expert)
-    second_scale = tl.load(global_second + expert)
     scale_N = tl.where(out_N < N // 2, first_scale, second_scale) * 256.0
     y_NM = round_bf16(sum_NM * scale_N[:, None])
     at_NM = y + row_M[None, :] * N + out_N[:, None]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sglang_trace.kernels.combine import combine
-from sglang_trace.kernels.grouped_gemm import DECODE, PREFILL, TileShape, multiply
+from sglang_trace.kernels.grouped_gemm import DECODE, FEW, PREFILL, TileShape, multiply
 from sglang_trace.kernels.place import LayerPlace
 from sglang_trace.kernels.slot_rows import quantize_slots
 from sglang_trace.kernels.tiles import most_tiles, sort_rows
@@ -41,11 +41,19 @@ class ExpertWeights:
     down_scale: Tensor
 
 
+# Rows are "few" when at most one expert in this many has any.
+FEW_OF_EXPERTS = 8
+
+
 class Workspace:
-    """Memory for the largest forward pass, shared by all layers: fixed addresses, no allocation.
+    """Memory of one pass of at most `most_tokens` tokens through a layer.
 
     Two buffers serve four intermediates: fc1's operand is dead once gate and up are computed, and
     those are dead once fc2's operand is.
+
+    `TraceNvfp4MoEMethod` makes one a pass and layer. Dropped when the layer is done, its memory is
+    what torch's allocator hands to the next layer, so it grows with neither layers nor steps; while
+    a CUDA graph is recorded it comes from the graph's pool, where every replay finds it again.
     """
 
     def __init__(
@@ -65,12 +73,11 @@ class Workspace:
         self._outputs = torch.empty(
             most_rows * max(2 * width, hidden), dtype=torch.bfloat16, device=device
         )
-        room = max(
-            most_tiles(most_rows, num_experts, shape.rows) * shape.rows
-            for shape in (DECODE, PREFILL)
-        )
+        shapes = (FEW, DECODE, PREFILL)
+        tiles = [most_tiles(most_rows, num_experts, shape.rows) for shape in shapes]
+        room = max(tile * shape.rows for tile, shape in zip(tiles, shapes, strict=True))
         self._row_of = torch.empty(room, dtype=torch.int32, device=device)
-        self.expert_of = torch.empty(room // DECODE.rows, dtype=torch.int32, device=device)
+        self.expert_of = torch.empty(max(tiles), dtype=torch.int32, device=device)
         self.count = torch.empty(1, dtype=torch.int32, device=device)
 
     def operand(self, rows: int, width: int) -> Tensor:
@@ -126,4 +133,6 @@ def run_experts(
 
 def tile_shape(rows: int, num_experts: int) -> TileShape:
     """Return the prefill tile once an expert's rows fill half of it on average."""
-    return PREFILL if rows >= num_experts * PREFILL.rows // 2 else DECODE
+    if rows >= num_experts * PREFILL.rows // 2:
+        return PREFILL
+    return FEW if rows <= num_experts // FEW_OF_EXPERTS else DECODE

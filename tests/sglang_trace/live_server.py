@@ -20,7 +20,9 @@ import requests
 
 from bridge.client import TraceClient
 
-START_TIMEOUT_S = 240
+# On a GPU host the first start compiles kernels.
+START_TIMEOUT_S = 400
+FLUSH_TIMEOUT_S = 20
 REQUEST_TIMEOUT_S = 240
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +50,12 @@ class LiveServer:
         answer = requests.post(url, json=body or {}, timeout=REQUEST_TIMEOUT_S)
         answer.raise_for_status()
         return answer.json() if answer.content else None
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache; waits for a pass that is still under way."""
+        url = f"http://127.0.0.1:{self.port}/flush_cache"
+        wait = {"timeout": FLUSH_TIMEOUT_S}
+        requests.post(url, params=wait, timeout=REQUEST_TIMEOUT_S).raise_for_status()
 
     def generate(
         self, rid: str, prompt: list[int] | str, new_tokens: int, **extra: Any

@@ -61,11 +61,14 @@ def test_an_occupied_port_is_told_before_the_model_is_loaded(checkpoint: Path) -
 
 
 def test_a_combination_that_is_not_captured_is_told_with_its_reason(checkpoint: Path) -> None:
+    speculation = ("--speculative-algorithm", "NGRAM")
     result = launch(
-        "--trace-capture", "--model-path", str(checkpoint), "--enable-streaming-session"
+        *("--trace-capture", "--model-path", str(checkpoint)),
+        *("--enable-streaming-session", *speculation),
     )
     assert result.returncode == 1
-    assert last_line(result).startswith("error: --enable-streaming-session: a session keeps its")
+    assert last_line(result).startswith("error: --speculative-algorithm: rejected drafts are")
+    assert "; --enable-streaming-session: a session keeps its" in last_line(result)
 
 
 @pytest.mark.parametrize(

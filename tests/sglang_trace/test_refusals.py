@@ -99,6 +99,41 @@ def test_each_combination_is_refused_by_its_flag_with_a_remedy(
         check(BAD[flag])
 
 
+# Everything that `--speculative-algorithm` takes in some supported release; NEXTN is its name for
+# EAGLE with the model's own draft head, and a plug-in may register others.
+SPECULATION = frozenset(
+    {
+        *("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP", "STANDALONE", "NGRAM"),
+        *("DFLASH", "DSPARK", "UNO", "A_PLUGINS_OWN"),
+    }
+)
+
+
+@pytest.mark.parametrize("drafts", [1, None, 4])
+@pytest.mark.parametrize("algorithm", sorted(SPECULATION))
+def test_speculation_is_refused_by_chains_as_by_trees(algorithm: str, drafts: int | None) -> None:
+    """With one draft a step (a chain) and several (a tree)."""
+    with pytest.raises(NotCaptured, match=r"^--speculative-algorithm: rejected drafts.*leave it"):
+        check({"speculative_algorithm": algorithm, "speculative_eagle_topk": drafts})
+
+
+def test_the_installed_sglang_has_no_speculation_that_is_not_tried_here() -> None:
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    assert {each.name for each in SpeculativeAlgorithm} - {"NONE"} <= SPECULATION
+
+
+def test_a_forward_pass_of_speculation_would_not_be_recorded_even_so() -> None:
+    """Target verification is neither prefill nor decode for the capture, whatever was refused."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from sglang_trace.capture import ForwardNotUnderstood, spans_of
+
+    for mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2):
+        with pytest.raises(ForwardNotUnderstood, match=mode.name):
+            spans_of(SimpleNamespace(forward_mode=mode))
+
+
 def test_every_refusal_has_a_case_here() -> None:
     assert len(REFUSALS) == len(BAD)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ import requests
 import torch
 from safetensors.torch import load_file
 from sglang.srt.managers import io_struct
-from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.utils import MultiprocessingSerializer, init_custom_process_group
+from torch.distributed import ProcessGroup
 
 from bridge import embedded
 from bridge.client import TraceClient
@@ -20,7 +24,7 @@ from bridge.digest import digest
 from bridge.fp4 import quantize_weight
 from examples.tiny_model import make_checkpoint
 from tests.sglang_trace.conftest import CAPTURE_FLAGS, SERVER_FLAGS
-from tests.sglang_trace.live_server import LiveServer, serving
+from tests.sglang_trace.live_server import LiveServer, free_port, serving
 
 pytestmark = pytest.mark.server
 
@@ -57,6 +61,16 @@ def versions_of(client: TraceClient, trajectory: str) -> tuple[str, ...]:
     return client.fetch(trajectory).weight_versions
 
 
+@contextmanager
+def session(server: LiveServer) -> Iterator[None]:
+    """An update in one or several messages, where the release has such a thing."""
+    if HAS_SESSIONS:
+        server.post("begin_weight_update")
+    yield
+    if HAS_SESSIONS:
+        server.post("end_weight_update")
+
+
 def update_from_tensors(server: LiveServer, weights: dict[str, torch.Tensor], **extra: Any) -> None:
     # CPU tensors travel by name: the default strategy passes file descriptors, which only works
     # between a process and its children.
@@ -64,12 +78,62 @@ def update_from_tensors(server: LiveServer, weights: dict[str, torch.Tensor], **
     torch.multiprocessing.set_sharing_strategy("file_system")
     serialized = MultiprocessingSerializer.serialize(list(weights.items()), output_str=True)
     torch.multiprocessing.set_sharing_strategy(strategy)
-    if HAS_SESSIONS:
-        server.post("begin_weight_update")
     body = {"serialized_named_tensors": [serialized], "flush_cache": True} | extra
-    assert server.post("update_weights_from_tensor", body)["success"]
-    if HAS_SESSIONS:
-        server.post("end_weight_update")
+    with session(server):
+        assert server.post("update_weights_from_tensor", body)["success"]
+
+
+GROUP = "trainer"
+
+
+@contextmanager
+def update_group(server: LiveServer) -> Iterator[ProcessGroup]:
+    """A process group of this process, the trainer's rank 0, and the server; gloo, so no GPU."""
+    port = free_port()
+    body = {
+        "master_address": "127.0.0.1",
+        "master_port": port,
+        "rank_offset": 1,
+        "world_size": 2,
+        "group_name": GROUP,
+        "backend": "gloo",
+    }
+    with ThreadPoolExecutor(1) as thread:
+        joined = thread.submit(server.post, "init_weights_update_group", body)
+        group = init_custom_process_group(
+            backend="gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            world_size=2,
+            rank=0,
+            group_name=GROUP,
+            # A server that refuses an update takes no part in its broadcasts.
+            timeout=timedelta(seconds=30),
+        )
+        assert joined.result()["success"]
+    yield group
+    assert server.post("destroy_weights_update_group", {"group_name": GROUP})["success"]
+    torch.distributed.destroy_process_group(group)
+
+
+def broadcast(
+    server: LiveServer, group: ProcessGroup, weights: dict[str, torch.Tensor], **extra: Any
+) -> None:
+    """Send weights as `update_weights_from_distributed` does: one after the other, or as bytes."""
+    body = {
+        "names": list(weights),
+        "dtypes": [str(weight.dtype).removeprefix("torch.") for weight in weights.values()],
+        "shapes": [list(weight.shape) for weight in weights.values()],
+        "group_name": GROUP,
+        **extra,
+    }
+    sent = [weight.contiguous() for weight in weights.values()]
+    if extra.get("load_format") == "flattened_bucket":
+        sent = [torch.cat([weight.flatten().view(torch.uint8) for weight in sent])]
+    with ThreadPoolExecutor(1) as thread:
+        taken = thread.submit(server.post, "update_weights_from_distributed", body)
+        for tensor in sent:
+            torch.distributed.broadcast(tensor, src=0, group=group)
+        assert taken.result()["success"]
 
 
 def test_the_digests_of_the_loaded_weights_are_the_trainers(
@@ -99,6 +163,40 @@ def test_updates_from_disk_and_tensors_requantize_and_name_their_rows(
         again = server.generate("after-second-update", PROMPT, 6)
         assert again["output_ids"] == before["output_ids"]
         assert versions_of(client, "after-second-update") == ("tensor-2",)
+
+
+def test_updates_over_a_process_group_requantize_in_place_and_name_their_rows(
+    server: LiveServer, checkpoint: Path, tmp_path: Path
+) -> None:
+    """As a trainer sends them: in several messages, while other requests may run in between.
+
+    A digest covers code words and scales. That no tensor was replaced is checked by the server
+    after every update, which would have ended otherwise.
+    """
+    other = make_checkpoint(tmp_path / "other", seed=2)
+    old, new = (load_file(place / "model.safetensors") for place in (checkpoint, other))
+    names = list(new)
+    parts = [{name: new[name] for name in some} for some in (names[::2], names[1::2])]
+    with server.client() as client, update_group(server) as group:
+        before = server.generate("before-group", PROMPT, 6)
+        (named,) = versions_of(client, "before-group")
+        with session(server):
+            broadcast(server, group, parts[0])
+            server.generate("half-updated", PROMPT, 3)
+            broadcast(server, group, parts[1], weight_version="group-1")
+        assert told_digests(client, "group-1") == expert_digests(other)
+        after = server.generate("after-group", PROMPT, 6)
+        assert after["output_ids"] != before["output_ids"]
+        assert versions_of(client, "after-group") == ("group-1",)
+        assert versions_of(client, "half-updated") == (f"{named}+1",)
+
+        whole = {"weight_version": "group-2", "load_format": "flattened_bucket"}
+        with session(server):
+            broadcast(server, group, old, **whole)
+        assert told_digests(client, "group-2") == expert_digests(checkpoint)
+        again = server.generate("after-second-group", PROMPT, 6)
+        assert again["output_ids"] == before["output_ids"]
+        assert versions_of(client, "after-second-group") == ("group-2",)
 
 
 def test_an_update_of_one_matrix_leaves_the_other_digests_alone(

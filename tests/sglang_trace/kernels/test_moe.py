@@ -15,7 +15,7 @@ from bridge.fp4 import pack_nibbles, quantize_weight
 from bridge.layout import Site
 from sglang_trace import experts as reference
 from sglang_trace.kernels.combine import combine
-from sglang_trace.kernels.grouped_gemm import DECODE, PREFILL, TileShape, multiply
+from sglang_trace.kernels.grouped_gemm import DECODE, FEW, PREFILL, TileShape, multiply
 from sglang_trace.kernels.moe import ExpertWeights, Workspace, run_experts, tile_shape
 from sglang_trace.kernels.tiles import most_tiles, sort_rows
 from tests.sglang_trace.kernels.inputs import DEVICE, natural_order, needs_gpu, operand_order
@@ -90,11 +90,10 @@ def excess(y: Tensor, x_hat: Tensor, w_hat: Tensor) -> float:
     return float(((y.double() - exact).abs() / allowed).max())
 
 
-def check_gemm(layer: Layer, x: Tensor, ids: Tensor, shape: TileShape, native: bool) -> float:
-    """Run fc1's GEMM on quantized tokens and compare every row with its expert's."""
+def first_gemm(layer: Layer, x_hat: Tensor, ids: Tensor, shape: TileShape, native: bool) -> Tensor:
+    """Run fc1's GEMM on quantized tokens."""
     weights, (experts, outputs) = layer.weights, layer.w13_hat.shape[:2]
     tokens, slots = ids.shape
-    x_hat = reference.quantize_activation(x).dequantize(torch.bfloat16)
     most = most_tiles(ids.numel(), experts, shape.rows)
     row_of = torch.empty(most, shape.rows, dtype=torch.int32, device=DEVICE)
     expert_of = torch.empty(most, dtype=torch.int32, device=DEVICE)
@@ -116,6 +115,14 @@ def check_gemm(layer: Layer, x: Tensor, ids: Tensor, shape: TileShape, native: b
         shape,
         native,
     )
+    return y
+
+
+def check_gemm(layer: Layer, x: Tensor, ids: Tensor, shape: TileShape, native: bool) -> float:
+    """Compare every row of fc1's GEMM with its expert's."""
+    tokens, slots = ids.shape
+    x_hat = reference.quantize_activation(x).dequantize(torch.bfloat16)
+    y = first_gemm(layer, x_hat, ids, shape, native)
     rows_of_x = torch.arange(tokens, device=DEVICE).repeat_interleave(slots)
     worst = 0.0
     for piece in torch.arange(tokens * slots, device=DEVICE).split(64):
@@ -128,7 +135,7 @@ NATIVE = DEVICE == "cuda"
 SMALL = TileShape(rows=16, outputs=64, words=16, warps=4, stages=2)
 
 
-@pytest.mark.parametrize("shape", [DECODE, PREFILL, SMALL])
+@pytest.mark.parametrize("shape", [FEW, DECODE, PREFILL, SMALL])
 @pytest.mark.parametrize("size", [(32, 32), (160, 96), (256, 64)])
 def test_the_gemm_keeps_its_bound(size: tuple[int, int], shape: TileShape) -> None:
     hidden, width = size
@@ -276,7 +283,9 @@ def test_no_tokens_are_no_work() -> None:
     assert run(layer, x, router, ids).shape == (0, 32)
 
 
-def test_prefill_tiles_are_for_many_rows_an_expert() -> None:
+def test_tiles_are_chosen_by_the_rows_of_an_expert() -> None:
+    assert tile_shape(rows=1 * 8, num_experts=128) is FEW
+    assert tile_shape(rows=8 * 8, num_experts=128) is DECODE
     assert tile_shape(rows=128 * 8, num_experts=128) is DECODE
     assert tile_shape(rows=16384 * 8, num_experts=128) is PREFILL
 
@@ -299,6 +308,17 @@ def test_a_real_layer_on_a_gpu(real_layer: Layer, tokens: int) -> None:
     shape = tile_shape(tokens * 8, 128)
     few = min(tokens, 256)
     assert check_gemm(layer, inputs[0][:few], inputs[2][:few], shape, native=True) <= 1
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_tile_does_not_change_a_bit(real_layer: Layer) -> None:
+    """So a token's result is the same in a batch of one and in a prefill."""
+    x, _weights, ids = make_inputs(40, 2048, 8, 128, 26)
+    x_hat = reference.quantize_activation(x).dequantize(torch.bfloat16)
+    decode = first_gemm(real_layer, x_hat, ids, DECODE, native=True)
+    for shape in (FEW, PREFILL):
+        assert torch.equal(first_gemm(real_layer, x_hat, ids, shape, native=True), decode), shape
 
 
 @pytest.mark.gpu
