@@ -6,3 +6,10 @@ token's included, so the trainer can reproduce it without knowing where prefill 
 
 # Value of --attention-backend.
 ATTENTION_BACKEND = "trace_fp4"
+
+
+def is_hopper() -> bool:
+    """Whether torch's first GPU is of the Hopper generation, for which the kernels are made."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(0)[0] == 9

@@ -127,7 +127,9 @@ def check_heads(q_heads: int, heads: int, size: int) -> None:
         ValueError: naming it.
     """
     if size not in HEAD_DIMS:
-        raise ValueError(f"FP4 attention has heads of {HEAD_DIMS}, not {size}: use a BF16 KV cache.")
+        raise ValueError(
+            f"FP4 attention has heads of {HEAD_DIMS}, not {size}: use a BF16 KV cache."
+        )
     if q_heads % heads:
         raise ValueError(f"{heads} KV heads do not divide {q_heads} query heads.")
 
@@ -164,8 +166,8 @@ def block_scales(scales):
 
 
 @triton.jit
-def _values(codes, scales, at_N, live_N, HEADS: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr):
-    """Return the even and odd columns [N, D/2] of what lies at `at_N`, times 2^-14; 0 if not live."""
+def _values(codes, scales, at_N, live_N, SIZE: tl.constexpr, N: tl.constexpr):
+    """Return the even and odd columns [N, D/2] stored at `at_N`, times 2^-14; 0 where not live."""
     half = tl.arange(0, SIZE // 2)
     block = tl.arange(0, SIZE // 16)
     packed = tl.load(
@@ -243,7 +245,7 @@ def _extend(
         live_N = key_N < end
         page_N = tl.load(pages + key_N // PAGE, mask=live_N, other=0).to(tl.int64)
         at_N = (page_N * PAGE + key_N % PAGE) * HEADS + head
-        even_k, odd_k = _values(k_codes, k_scales, at_N, live_N, HEADS, SIZE, TILE_N)
+        even_k, odd_k = _values(k_codes, k_scales, at_N, live_N, SIZE, TILE_N)
         score = tl.dot(even_q, tl.trans(even_k))
         score = tl.dot(odd_q, tl.trans(odd_k), score) * score_scale_M[:, None]
         seen = (key_N[None, :] <= position_M[:, None]) & live_N[None, :]
@@ -253,7 +255,7 @@ def _extend(
         keep_M = tl.exp2(most_score_M - most_M)
         sum_M = sum_M * keep_M + tl.sum(weight, axis=1)
         most_score_M = most_M
-        even_v, odd_v = _values(v_codes, v_scales, at_N, live_N, HEADS, SIZE, TILE_N)
+        even_v, odd_v = _values(v_codes, v_scales, at_N, live_N, SIZE, TILE_N)
         weight = weight.to(tl.float16)
         even_out = tl.dot(weight, even_v, even_out * keep_M[:, None])
         odd_out = tl.dot(weight, odd_v, odd_out * keep_M[:, None])

@@ -50,7 +50,9 @@ class PagedKV:
             (self.k_codes_PHd, self.k_scales_PHb, self.k_scale),
             (self.v_codes_PHd, self.v_scales_PHb, self.v_scale),
         )
-        k_NHD, v_NHD = (_dequantize(codes[slots_N], scales[slots_N], s) for codes, scales, s in pairs)
+        k_NHD, v_NHD = (
+            _dequantize(codes[slots_N], scales[slots_N], s) for codes, scales, s in pairs
+        )
         return k_NHD, v_NHD
 
 
@@ -67,12 +69,10 @@ def attend(q_THD: Tensor, kv: PagedKV, new_B: list[int], sm_scale: float) -> Ten
         float32 [T, HQ, D].
     """
     pieces = []
-    for request, q_nQD in enumerate(q_THD.float().split(new_B)):
+    for request, q_nQD in enumerate(torch.split(q_THD.float(), new_B)):
         k_NHD, v_NHD = kv.keys_and_values(request)
         group = q_nQD.shape[1] // k_NHD.shape[1]
-        k_QND, v_QND = (
-            x.transpose(0, 1).repeat_interleave(group, dim=0) for x in (k_NHD, v_NHD)
-        )
+        k_QND, v_QND = (x.transpose(0, 1).repeat_interleave(group, dim=0) for x in (k_NHD, v_NHD))
         score_QnN = q_nQD.transpose(0, 1) @ k_QND.transpose(1, 2) * sm_scale
         length, new = len(k_NHD), len(q_nQD)
         key_N = torch.arange(length, device=q_THD.device)
