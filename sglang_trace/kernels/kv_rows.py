@@ -1,7 +1,7 @@
 """Gather K and V records out of the FP4 KV pool: all layers and sites in one launch.
 
-Shape legend: n rows, P slots of the pool, H KV heads, D head size, C = H * D / 8 groups of eight
-code words a row (padded), B bytes of a KV row.
+Shape legend: n slots asked for, P slots of the pool, H KV heads, D head size, C = H * D / 8 groups
+of eight code words a row (padded), B bytes of a KV row.
 """
 
 from __future__ import annotations
@@ -24,6 +24,20 @@ class PoolSite:
     layer: int
     codes_PHd: Tensor
     scales_PHb: Tensor
+
+
+@dataclass(frozen=True)
+class DueRows:
+    """Records of the slots that were due, in their order, on the device.
+
+    count_1   int64 [1], how many there are
+    rows_n    int64 [n], their row numbers; only the first `count_1` are written
+    rows_nB   uint8 [n, B], rows of the KV part; only the first `count_1` are written
+    """
+
+    count_1: Tensor
+    rows_n: Tensor
+    rows_nB: Tensor
 
 
 class KVRows:
@@ -54,38 +68,67 @@ class KVRows:
         ]
         self._table_S3 = torch.tensor(table, dtype=torch.int64, device=sites[0].codes_PHd.device)
 
-    def gather(self, slots_n: Tensor) -> Tensor:
-        """Return the rows uint8 [n, B] of int64 or int32 `slots_n`; does not wait for the device.
+    def gather(self, slots_n: Tensor, rows_n: Tensor, due_n: Tensor) -> DueRows:
+        """Read the slots that are due; does not wait for the device, which alone knows how many.
 
         Must run before the slots are given back.
+
+        Args:
+            slots_n: int32 or int64 [n], n at least 1.
+            rows_n: int64 [n], the row number of each.
+            due_n: bool [n].
         """
-        rows_nB = slots_n.new_empty(
-            (len(slots_n), self._layout.row_bytes(Part.KV)), dtype=torch.uint8
+        count = len(slots_n)
+        # Counted from one.
+        places_n = due_n.cumsum(0)
+        shape = (count, self._layout.row_bytes(Part.KV))
+        due = DueRows(
+            places_n[-1:],
+            torch.empty_like(rows_n),
+            torch.empty(shape, dtype=torch.uint8, device=slots_n.device),
         )
-        if len(slots_n):
-            groups = self._width // 8
-            _gather[(len(slots_n), len(self._sites))](
-                self._table_S3,
-                slots_n.contiguous(),
-                rows_nB,
-                rows_nB.stride(0),
-                GROUPS=groups,
-                PADDED=triton.next_power_of_2(groups),
-                BITS=self._layout.bits,
-            )
-        return rows_nB
+        groups = self._width // 8
+        _gather[(count, len(self._sites))](
+            self._table_S3,
+            slots_n.contiguous(),
+            rows_n.contiguous(),
+            due_n.contiguous().view(torch.uint8),
+            places_n,
+            due.rows_n,
+            due.rows_nB,
+            due.rows_nB.stride(0),
+            GROUPS=groups,
+            PADDED=triton.next_power_of_2(groups),
+            BITS=self._layout.bits,
+        )
+        return due
 
 
 @triton.jit
 def _gather(
-    table, slots, rows, row_bytes, GROUPS: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr
+    table,
+    slots,
+    numbers,
+    due,
+    places,
+    numbers_out,
+    rows_out,
+    row_bytes,
+    GROUPS: tl.constexpr,
+    PADDED: tl.constexpr,
+    BITS: tl.constexpr,
 ):
+    at = tl.program_id(0).to(tl.int64)
+    if tl.load(due + at) == 0:
+        return
+    row = tl.load(places + at) - 1
+    if tl.program_id(1) == 0:
+        tl.store(numbers_out + row, tl.load(numbers + at))
     entry = table + tl.program_id(1) * 3
     codes = tl.load(entry).to(tl.pointer_type(tl.uint8))
     scales = tl.load(entry + 1).to(tl.pointer_type(tl.uint8))
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    cell = rows + row * row_bytes + tl.load(entry + 2)
+    slot = tl.load(slots + at).to(tl.int64)
+    cell = rows_out + row * row_bytes + tl.load(entry + 2)
     group_C = tl.arange(0, PADDED)
     live_C = group_C < GROUPS
     byte_4 = tl.arange(0, 4)[None, :]

@@ -30,13 +30,21 @@ def pool_of(layout: RecordLayout, slots: int, seed: int) -> list[PoolSite]:
     ]
 
 
-def check(layout: RecordLayout, slots: Tensor, pool: list[PoolSite]) -> None:
-    rows = torch.zeros(len(slots), layout.row_bytes(Part.KV), dtype=torch.uint8)
+def check(
+    layout: RecordLayout, slots: Tensor, pool: list[PoolSite], due: Tensor | None = None
+) -> None:
+    due = torch.ones(len(slots), dtype=torch.bool) if due is None else due
+    numbers = torch.arange(len(slots)) + (1 << 40)
+    wanted = slots[due]
+    rows = torch.zeros(len(wanted), layout.row_bytes(Part.KV), dtype=torch.uint8)
     for place in pool:
-        codes = unpack_nibbles(place.codes_PHd.cpu()[slots]).flatten(1)
-        scales = place.scales_PHb.cpu()[slots].flatten(1)
+        codes = unpack_nibbles(place.codes_PHd.cpu()[wanted]).flatten(1)
+        scales = place.scales_PHb.cpu()[wanted].flatten(1)
         layout.write_site(rows, place.site, place.layer, codes, scales)
-    assert torch.equal(KVRows(layout, pool).gather(slots.to(DEVICE)).cpu(), rows)
+    found = KVRows(layout, pool).gather(slots.to(DEVICE), numbers.to(DEVICE), due.to(DEVICE))
+    assert found.count_1.tolist() == [len(wanted)]
+    assert torch.equal(found.rows_n[: len(wanted)].cpu(), numbers[due])
+    assert torch.equal(found.rows_nB[: len(wanted)].cpu(), rows)
 
 
 def layout_of(
@@ -51,14 +59,15 @@ def layout_of(
     heads=st.integers(1, 4),
     size=st.sampled_from((16, 48, 64)),
     bits=st.integers(1, 4),
-    slots=st.lists(st.integers(0, 19), max_size=6),
+    asked=st.lists(st.tuples(st.integers(0, 19), st.booleans()), min_size=1, max_size=6),
     seed=st.integers(0, 1000),
 )
-def test_any_slots_in_any_order(
-    heads: int, size: int, bits: int, slots: list[int], seed: int
+def test_any_slots_in_any_order_of_which_some_are_due(
+    heads: int, size: int, bits: int, asked: list[tuple[int, bool]], seed: int
 ) -> None:
     layout = layout_of(heads, size, bits)
-    check(layout, torch.tensor(slots, dtype=torch.int64), pool_of(layout, 20, seed))
+    slots, due = (torch.tensor(column) for column in zip(*asked, strict=True))
+    check(layout, slots, pool_of(layout, 20, seed), due)
 
 
 @pytest.mark.parametrize("site", [Site.K, Site.V])
