@@ -138,7 +138,7 @@ REFUSALS = (
 
 _KV_ON_A_GPU = Refusal(
     f"k and v with --device cuda and another attention than {ATTENTION_BACKEND}",
-    lambda options: ATTENTION_BACKEND not in backends_of(options),
+    lambda options: set(backends_of(options)) != {ATTENTION_BACKEND},
     "no other backend reads an NVFP4 KV cache in the way that is recorded",
     f"serve on a Hopper GPU with --attention-backend {ATTENTION_BACKEND} or add --trace-sites "
     "fc1,routes or fc1,fc2,routes",

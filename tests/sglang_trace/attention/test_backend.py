@@ -28,9 +28,7 @@ def expected(engine: Engine, layer: int, batch: Any, q: Tensor, new: list[int]) 
     return attend(q_THD, engine.stored(layer, batch), new, attention.scaling).flatten(1)
 
 
-def run(
-    engine: Engine, backend: TraceFp4Backend, batch: Any, new: list[int], seed: int
-) -> None:
+def run(engine: Engine, backend: TraceFp4Backend, batch: Any, new: list[int], seed: int) -> None:
     """One pass through all layers; each output is compared with the reference."""
     backend.init_forward_metadata(batch)
     for number, layer in enumerate(engine.model.layers):
@@ -42,17 +40,17 @@ def run(
 
 def test_chunks_a_prefix_hit_and_decode_read_what_is_stored(engine: Engine) -> None:
     backend = TraceFp4Backend(engine)
-    run(engine, backend, engine.batch("EXTEND", [2, 3], [40, 7], [40, 7]), [40, 7], 1)
+    run(engine, backend, engine.batch("EXTEND", [2, 3], [18, 7], [18, 7]), [18, 7], 1)
     # A later chunk; and a request whose prefix another one computed.
     table = engine.req_to_token_pool.req_to_token
     table[1, :7] = table[3, :7]
-    run(engine, backend, engine.batch("EXTEND", [2, 1], [71, 12], [31, 5]), [31, 5], 3)
-    for step in range(3):
-        lengths = [72 + step, 8 + step, 13 + step]
+    run(engine, backend, engine.batch("EXTEND", [2, 1], [31, 12], [13, 5]), [13, 5], 3)
+    for step in range(2):
+        lengths = [32 + step, 8 + step, 13 + step]
         batch = engine.batch("DECODE", [2, 3, 1], lengths, [1, 1, 1])
         run(engine, backend, batch, [1, 1, 1], 10 + step)
     # A chunk together with a step of running requests.
-    run(engine, backend, engine.batch("MIXED", [4, 2], [30, 75], [30, 1]), [30, 1], 20)
+    run(engine, backend, engine.batch("MIXED", [4, 2], [10, 34], [10, 1]), [10, 1], 20)
 
 
 def test_the_pool_holds_the_reference_quantizers_bits(engine: Engine) -> None:
@@ -74,9 +72,9 @@ def test_the_pool_holds_the_reference_quantizers_bits(engine: Engine) -> None:
 def test_an_edit_of_the_table_after_the_replay_began_changes_nothing(engine: Engine) -> None:
     """SGLang edits its table as soon as it has launched a decode graph."""
     backend = TraceFp4Backend(engine)
-    run(engine, backend, engine.batch("EXTEND", [1, 2], [20, 33], [20, 33]), [20, 33], 1)
+    run(engine, backend, engine.batch("EXTEND", [1, 2], [10, 13], [10, 13]), [10, 13], 1)
     backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4)
-    batch = engine.batch("DECODE", [1, 2], [21, 34], [1, 1])
+    batch = engine.batch("DECODE", [1, 2], [11, 14], [1, 1])
     # Two rows of padding, as the graph runner fills them in.
     padding = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     fill = backend.get_cuda_graph_seq_len_fill_value()
@@ -112,7 +110,7 @@ def test_what_a_layer_asks_for_beside_q_k_and_v_is_refused(
     backend.init_forward_metadata(batch)
     q, k, v = engine.qkv(1, 0)
     given = {"q": q, "k": k, "v": v} | extra
-    with pytest.raises(AttentionRefused, match="Layer 0 .*choose another"):
+    with pytest.raises(AttentionRefused, match=r"Layer 0 .*choose another"):
         backend.forward_decode(**given, layer=engine.model.layers[0], forward_batch=batch)
 
 
