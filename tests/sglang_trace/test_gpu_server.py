@@ -1,4 +1,7 @@
-"""The real server on a GPU: decode graphs, overlap scheduling, a pool that overflows."""
+"""The real server on a GPU: decode graphs, overlap scheduling, a pool that overflows, FP4 KV.
+
+No attention backend is named: an NVFP4 KV cache means ours.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,26 @@ import torch
 
 from bridge.client import TraceClient
 from bridge.errors import UnknownTrajectory
-from bridge.layout import Part, RecordLayout
+from bridge.layout import Part, RecordLayout, Site
 from bridge.records import TrajectoryRecords
 from tests.sglang_trace.conftest import CHUNK_TOKENS, SERVER_FLAGS
 from tests.sglang_trace.kernels.inputs import needs_gpu
 from tests.sglang_trace.live_server import LiveServer, serving, tokens_of
+from tests.sglang_trace.reference_model import ReferenceModel
+from tests.sglang_trace.test_server_capture import agreement as written_out_agreement
 from tests.sglang_trace.test_server_capture import prompt_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server, needs_gpu]
 
 GPU_FLAGS = (
     *SERVER_FLAGS,
-    *("--attention-backend", "triton", "--disable-prefill-cuda-graph"),
     *("--cuda-graph-bs-decode", "1", "4", "8", "16", "--mem-fraction-static", "0.3"),
 )
 CAPTURE = (
-    *("--trace-capture", "--trace-sites", "fc1,fc2,routes"),
+    *("--trace-capture", "--trace-sites", "fc1,fc2,k,v,routes"),
     *("--trace-layers", "all", "--trace-bits", "4"),
 )
+FP4 = ("--quantization", "trace_nvfp4", "--kv-cache-dtype", "nvfp4")
 # Batches of another size are computed by other GEMMs, and a sum that is rounded otherwise flips a
 # code word now and then; the rows of another position agree on far fewer.
 AGREEMENT, STRANGERS = 0.85, 0.5
@@ -46,7 +51,7 @@ def servers(
     place = tmp_path_factory.mktemp("gpu")
     wanted = [
         serving(checkpoint, place / "on", *GPU_FLAGS, *CAPTURE),
-        serving(checkpoint, place / "off", *GPU_FLAGS, "--quantization", "trace_nvfp4"),
+        serving(checkpoint, place / "off", *GPU_FLAGS, *FP4),
     ]
     with ExitStack() as stack, ThreadPoolExecutor() as threads:
         on, off = threads.map(stack.enter_context, wanted)
@@ -82,8 +87,11 @@ def requests_of(name: str, count: int, length: int, new_tokens: int) -> list[dic
     ]
 
 
-def complete(records: TrajectoryRecords) -> bool:
-    return records.forward_valid.tolist() == [True] * (len(records) - 1) + [False]
+def complete(records: TrajectoryRecords, keys_too: bool = True) -> bool:
+    """Every position has its parts, but for the last token, which nothing consumed."""
+    parts = [records.forward_valid, *([records.kv_valid] if keys_too else [])]
+    expected = [True] * (len(records) - 1) + [False]
+    return all(part.tolist() == expected for part in parts)
 
 
 def tokens_together(server: LiveServer, batch: int) -> list[list[int]]:
@@ -136,17 +144,25 @@ def test_requests_that_run_together_have_the_rows_they_have_alone(
         again = {"rid": f"alone-{request['rid']}", "prompt": tokens, "new_tokens": 1}
         server.generate(**again)
         alone = fetch(client, again["rid"])
-        mine, theirs = records.forward[:-1], alone.forward[: len(tokens)]
-        assert agreement(records.layout, mine, theirs) > AGREEMENT
-        assert agreement(records.layout, mine[1:], theirs[:-1]) < STRANGERS
+        for part, own, other in (
+            (Part.FORWARD, records.forward, alone.forward),
+            (Part.KV, records.kv, alone.kv),
+        ):
+            mine, theirs = own[:-1], other[: len(tokens)]
+            share = agreement(records.layout, part, mine, theirs)
+            print(f"{request['rid']} {part}: {share:.3f} as alone")
+            assert share > AGREEMENT
+            assert agreement(records.layout, part, mine[1:], theirs[:-1]) < STRANGERS
         server.post("flush_cache")
 
 
-def agreement(layout: RecordLayout, one: torch.Tensor, other: torch.Tensor) -> float:
-    """The share of equal code words and expert ids in forward rows."""
-    equal = [(layout.routes(one) == layout.routes(other)).float().flatten()]
-    theirs = layout.split(Part.FORWARD, other)
-    for place, record in layout.split(Part.FORWARD, one).items():
+def agreement(layout: RecordLayout, part: Part, one: torch.Tensor, other: torch.Tensor) -> float:
+    """The share of equal code words and expert ids in rows of a part."""
+    equal = []
+    if part is Part.FORWARD:
+        equal.append((layout.routes(one) == layout.routes(other)).float().flatten())
+    theirs = layout.split(part, other)
+    for place, record in layout.split(part, one).items():
         equal.append((record.low_codes() == theirs[place].low_codes()).float().flatten())
     return float(torch.cat(equal).mean())
 
@@ -169,5 +185,27 @@ def test_nothing_is_missing_after_retraction_and_abort(
         retractions += reply["meta_info"].get("num_retractions") or 0
         records = fetch(client, request["rid"], "aborted" if aborted else "finished")
         assert records.tokens.tolist() == tokens_of(reply, request["prompt"])
-        assert complete(records)
+        # One that is aborted while it waits to be computed again has no keys and values.
+        assert complete(records, keys_too=not aborted)
     print("retractions:", retractions)
+
+
+def test_keys_and_values_are_those_of_the_model_written_out(
+    servers: tuple[LiveServer, LiveServer], client: TraceClient, reference: ReferenceModel
+) -> None:
+    """In layer 0 nothing has drifted yet; attention to them decides all that follows."""
+    prompt = prompt_of(CHUNK_TOKENS + 30, salt=30)
+    servers[0].generate("kv", prompt, 24)
+    records = fetch(client, "kv")
+    trace = reference.run(records.tokens.tolist()[:-1])
+    for site in (Site.K, Site.V):
+        record, expected = records.layout.site(records.kv[:-1], site, 0), trace.sites[site, 0]
+        codes = record.low_codes()
+        equal = float((codes == expected.codes_u8.view(codes.shape)).float().mean())
+        scales = float((record.scales_u8 == expected.scales_u8.flatten(1)).float().mean())
+        print(f"{site}: {equal:.4f} of code words, {scales:.4f} of scales")
+        assert equal > 0.98
+        assert scales > 0.98
+    share = written_out_agreement(records, reference)
+    print(f"all sites: {share:.3f} of code words")
+    assert share > AGREEMENT

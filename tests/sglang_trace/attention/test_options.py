@@ -68,3 +68,31 @@ def test_sglang_resolves_its_options_with_our_backend(checkpoint: Path) -> None:
     found: Any = resolved(parse(arguments, {"device": "cpu"}))
     assert found.attention_backend == "trace_fp4"
     assert found.kv_cache_dtype == "nvfp4"
+
+
+def check_fp4_kv_cache(server_args: Any) -> None:
+    """SGLang's step that refuses an FP4 KV cache: a method that we patch, or one that we wrap."""
+    if hasattr(server_args, "_handle_kv4_compatibility"):
+        server_args._handle_kv4_compatibility()
+        return
+    from sglang.srt.arg_groups import kv_cache_hook
+    from sglang.srt.arg_groups.resolution_hooks import run_hook
+
+    run_hook(kv_cache_hook.handle_kv4_compatibility, server_args)
+
+
+def test_sglang_still_refuses_this_cache_to_its_own_backends(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt import server_args as module
+
+    common = ["--model-path", str(checkpoint), "--kv-cache-dtype", "nvfp4"]
+    ours = parse(common, {"device": "cpu"})
+    monkeypatch.setattr(options, "choose", lambda _parsed: None)
+    theirs = parse([*common, "--attention-backend", "triton"], {"device": "cpu"})
+    # As on a GPU, whose refusal earlier releases have in the same step.
+    monkeypatch.setattr(cpu_host, "is_cpu_host", lambda: False)
+    monkeypatch.setattr(module, "is_cuda", lambda: True, raising=False)
+    check_fp4_kv_cache(ours)
+    with pytest.raises(RuntimeError, match=r"Blackwell|non-CUDA"):
+        check_fp4_kv_cache(theirs)
