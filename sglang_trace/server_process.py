@@ -41,7 +41,8 @@ def main(arguments: list[str]) -> None:
     offer_choices()
     attention_options.allow_fp4_kv_cache()
     server_args = parse(arguments, defaults(config))
-    attention_refusals.check_arguments(resolved(server_args))
+    if attention_refusals.is_asked_for(server_args):
+        attention_refusals.check_arguments(resolved(server_args))
     if config is not None:
         from sglang_trace import refusals
 

@@ -89,14 +89,17 @@ class HeadSizes:
     size: int
 
 
+def is_asked_for(options: Any) -> bool:
+    """Whether SGLang's options, resolved or not, name our backend."""
+    return ATTENTION_BACKEND in backends_of(options)
+
+
 def check_arguments(options: Any) -> None:
-    """Refuse what SGLang's resolved options rule out, if they name our backend at all.
+    """Refuse what SGLang's resolved options rule out; they name our backend.
 
     Raises:
         AttentionRefused: naming every reason found.
     """
-    if ATTENTION_BACKEND not in backends_of(options):
-        return
     found = [row for row in REFUSALS if row.applies(options)]
     if found:
         raise AttentionRefused(f"--attention-backend {ATTENTION_BACKEND} with {listed(found)}")

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from sglang_trace.attention.refusals import REFUSALS, AttentionRefused, check_arguments
+from sglang_trace.attention.refusals import (
+    REFUSALS,
+    AttentionRefused,
+    check_arguments,
+    is_asked_for,
+)
 from tests.sglang_trace.test_refusals import GOOD
 from tests.sglang_trace.test_upstream import Options, listed_names
 
@@ -40,18 +45,12 @@ BAD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = getattr(request, "param", True)
-    monkeypatch.setattr("sglang_trace.attention.refusals.is_hopper", lambda: there)
-
-
 def check(changes: dict[str, Any]) -> None:
     check_arguments(SimpleNamespace(**OURS | changes))
 
 
-@pytest.mark.usefixtures("hopper")
-def test_one_hopper_gpu_with_an_nvfp4_cache_is_served() -> None:
+def test_one_hopper_gpu_with_an_nvfp4_cache_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_trace.attention.refusals.is_hopper", lambda: True)
     check({})
     check(
         {"attention_backend": None, "prefill_attention_backend": "trace_fp4"}
@@ -74,8 +73,13 @@ def test_every_refusal_has_a_case_here() -> None:
     assert len(REFUSALS) == len(BAD)
 
 
-def test_other_backends_are_not_our_concern() -> None:
-    check({"attention_backend": "fa3", "tp_size": 8, "kv_cache_dtype": "auto"})
+def test_options_concern_us_where_they_name_our_backend_at_all() -> None:
+    for changes, asked in (
+        ({}, True),
+        ({"attention_backend": "fa3"}, False),
+        ({"attention_backend": "fa3", "decode_attention_backend": "trace_fp4"}, True),
+    ):
+        assert is_asked_for(SimpleNamespace(**OURS | changes)) is asked
 
 
 def test_every_option_that_is_refused_is_listed() -> None:
