@@ -149,8 +149,9 @@ def time_kv(table: Table, tokens: int) -> None:
     ]
     gather = KVRows(LAYOUT, pool)
     slots = torch.randperm(1 << 16, device="cuda")[:tokens]
+    due = torch.ones(tokens, dtype=torch.bool, device="cuda")
     nbytes = tokens * (len(pool) * 512 * 9 // 16 + LAYOUT.row_bytes(Part.KV))
-    table.add("kv", tokens, nbytes, microseconds(lambda _: gather.gather(slots), 1))
+    table.add("kv", tokens, nbytes, microseconds(lambda _: gather.gather(slots, slots, due), 1))
 
 
 # --- the experts

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from sglang_trace.config import TraceConfig
 from sglang_trace.events import DigestsEvent, RowsEvent, TrajectoryEvent
 from sglang_trace.expert_weights import Experts
 from sglang_trace.host_copy import made
-from sglang_trace.kv_reader import KVReader, RawKV
+from sglang_trace.kv_reader import KVReader, global_scales
 from sglang_trace.ledger import NO_ROW, Ledger, Span
 from sglang_trace.moe_method import moe_layers
 from sglang_trace.names import client_trajectory
@@ -34,6 +34,9 @@ from sglang_trace.row_block import Gathered, RowBlock
 from sglang_trace.shipper import Shipper
 from sglang_trace.staging import Staging
 from sglang_trace.versions import WeightVersions
+
+if TYPE_CHECKING:
+    from sglang_trace.kv_gather import KVGather
 
 BAD_REQUEST = 400
 DIGESTS_PER_MESSAGE = 8192
@@ -51,7 +54,7 @@ class Capture:
         self,
         model: torch.nn.Module,
         layout: RecordLayout,
-        kv: KVReader | None,
+        kv: KVReader | KVGather | None,
         ledger: Ledger,
         staging: Staging,
         shipper: Shipper,
@@ -132,7 +135,9 @@ class Capture:
             slots_T = slots[: len(tokens) - 1].long()
             rows_T = self._ledger.read(req.rid, slots_T)
             if self._kv is not None:
-                self._send_kv(self._kv, rows_T, slots_T)
+                due_T = self._ledger.take_due_kv(rows_T, slots_T)
+                for event in self._kv.events(rows_T, slots_T, due_T, self._versions):
+                    self._shipper.put(event)
             self._put_trajectory(trajectory, tokens, F.pad(rows_T, (0, 1), value=NO_ROW), state)
         self._ledger.forget(req.rid)
 
@@ -146,15 +151,6 @@ class Capture:
         self._shipper.put(
             TrajectoryEvent(trajectory, tokens_T, rows_T, state, nbytes, made(rows_T))
         )
-
-    def _send_kv(self, kv: KVReader, rows_T: Tensor, slots_T: Tensor) -> None:
-        due_T = self._ledger.take_due_kv(rows_T, slots_T)
-        rows_n, slots_n = rows_T[due_T], slots_T[due_T]
-        for label, mask_n in self._versions.split(rows_n):
-            pieces = kv.gather(slots_n[mask_n])
-            nbytes = sum(piece.packed.nbytes + piece.scales.nbytes for piece in pieces)
-            encode = _encoder(kv, pieces)
-            self._shipper.put(RowsEvent(Part.KV, rows_n[mask_n], label, encode, nbytes))
 
     # --- weights
 
@@ -203,10 +199,6 @@ def changed_digests(model: torch.nn.Module) -> dict[str, str]:
         return dict(zip(changed, found, strict=True))
 
 
-def _encoder(kv: KVReader, pieces: list[RawKV]) -> Any:
-    return lambda: kv.encode(pieces)
-
-
 def recorded_trajectory(req: Any) -> str | None:
     """Return the trajectory that a request extends, None if it is not recorded.
 
@@ -252,15 +244,26 @@ def batched(names: Iterable[str], size: int) -> Iterator[tuple[str, ...]]:
         yield piece
 
 
+def kv_source(layout: RecordLayout, pool: Any, device: str) -> KVReader | KVGather | None:
+    """Return what reads K and V records out of the pool, None if there are none."""
+    if not layout.layers_of(Site.K, Site.V):
+        return None
+    if device != "cuda":
+        return KVReader(layout, pool)
+    # Triton, which a host without a GPU does not need.
+    from sglang_trace.kv_gather import KVGather
+
+    return KVGather(layout, pool)
+
+
 def start(model_runner: Any, config: TraceConfig, layout: RecordLayout, max_rows: int) -> Capture:
     """Connect to the bridge and begin to capture the model of this process."""
-    needs_kv = bool({Site.K, Site.V} & set(layout.sites))
     pool = model_runner.token_to_kv_pool
-    kv = KVReader(layout, pool) if needs_kv else None
+    kv = kv_source(layout, pool, model_runner.device)
     engine_id = uuid.uuid4().hex
 
     def introduce(producer: RecordProducer) -> None:
-        scales = kv.scales() if kv else {}
+        scales = global_scales(layout, pool) if kv else {}
         producer.hello(engine_id, layout, scales, {"path": model_runner.model_config.model_path})
 
     device = model_runner.device

@@ -22,8 +22,6 @@ ATTENTION_BACKEND = "torch_native"
 KERNEL_PACKAGE = "sgl_kernel"
 # Submodules that SGLang imports by name on a CPU host.
 KERNEL_SUBMODULES = ("mamba",)
-# Steps in which SGLang resolves its options.
-FP4_KV_CACHE_STEPS = ("handle_kv4_compatibility", "handle_nvfp4_prefill_kv_dequant_dtype")
 
 
 def is_cpu_host() -> bool:
@@ -44,22 +42,6 @@ def prepare() -> None:
 def has_kernel_stand_in() -> bool:
     """Whether `sgl_kernel` is the stand-in, without AMX or any other compiled kernel."""
     return isinstance(sys.modules.get(KERNEL_PACKAGE), _KernelStandIn)
-
-
-def allow_fp4_kv_cache() -> None:
-    """Skip SGLang's two steps that refuse `--kv-cache-dtype nvfp4` on a device other than CUDA.
-
-    They choose among attention backends that a CPU host does not have. A release without these
-    replaceable steps has the first in the method that our patch edits, and not the second.
-    """
-    if importlib.util.find_spec("sglang.srt.arg_groups.resolution_hooks") is None:
-        return
-    from sglang.srt.arg_groups import kv_cache_hook
-    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-
-    for step in FP4_KV_CACHE_STEPS:
-        if hasattr(kv_cache_hook, step):
-            register_resolution_hook(step)(lambda _server_args, _step: None)
 
 
 class _KernelStandIn(types.ModuleType):

@@ -5,14 +5,19 @@ Shape legend: n rows, B bytes of a row, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from bridge.layout import Part
 from bridge.wire import TrajectoryState
+
+if TYPE_CHECKING:
+    # Triton, which a host without a GPU does not need.
+    from sglang_trace.kernels.kv_rows import DueRows
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,35 @@ class RowsEvent:
     encode: Callable[[], Tensor]
     nbytes: int
     made: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True)
+class DueRowsEvent:
+    """K and V records gathered on a GPU, which alone knows how many they are.
+
+    They are there once `made` has happened. `split` sorts row numbers int64 [n] by the label of
+    their weights; it is called on the shipper's thread, and what it says of a computed row never
+    changes.
+    """
+
+    due: DueRows
+    split: Callable[[Tensor], Iterable[tuple[str, Tensor]]]
+    nbytes: int
+    made: torch.cuda.Event | None
+
+    def given_up(self) -> GivenUpEvent:
+        """Return what remains to be told without the records."""
+        return GivenUpEvent(Part.KV, self.due.count_1, self.due.count_1.nbytes, self.made)
+
+
+@dataclass(frozen=True)
+class GivenUpEvent:
+    """Records that were not queued: `count_1` of them, int64 [1] on the device."""
+
+    part: Part
+    count_1: Tensor
+    nbytes: int
+    made: torch.cuda.Event | None
 
 
 @dataclass(frozen=True)
@@ -54,4 +88,4 @@ class DigestsEvent:
     nbytes: int
 
 
-Event = RowsEvent | TrajectoryEvent | DigestsEvent
+Event = RowsEvent | DueRowsEvent | GivenUpEvent | TrajectoryEvent | DigestsEvent

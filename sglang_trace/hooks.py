@@ -30,13 +30,20 @@ def on_import() -> None:
 
 
 def register_kv_cache(methods: dict[str, type]) -> None:
-    """SGLang's table of KV cache methods exists: put our NVFP4 method into it on a CPU host."""
-    from sglang_trace import cpu_host
+    """SGLang's table of KV cache methods exists: put our NVFP4 method into it where it has none."""
+    from sglang_trace import attention, cpu_host
 
-    if cpu_host.is_cpu_host():
+    if cpu_host.is_cpu_host() or attention.is_hopper():
         from sglang_trace import kv_cache
 
         kv_cache.register(methods)
+
+
+def reads_fp4_kv_cache(*backends: str | None) -> bool:
+    """SGLang asks whether its attention backends can read an FP4 KV cache: ours can, alone."""
+    from sglang_trace import attention
+
+    return set(backends) == {attention.ATTENTION_BACKEND}
 
 
 def register_quantization(methods: dict[str, type]) -> None:

@@ -56,9 +56,9 @@ def print_help() -> None:
     """Print SGLang's options and ours, in a group of their own."""
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_trace.server_process import offer_quantization
+    from sglang_trace.server_process import offer_choices
 
-    offer_quantization()
+    offer_choices()
     parser = argparse.ArgumentParser(prog="python -m sglang_trace.launch_server")
     add_arguments(parser)
     ServerArgs.add_cli_args(parser)

@@ -12,6 +12,7 @@ from typing import Any
 
 from bridge.errors import TraceError
 from bridge.layout import RecordLayout, Site
+from sglang_trace.attention import ATTENTION_BACKEND
 from sglang_trace.config import KV_CACHE_DTYPE, QUANTIZATION, TraceConfig
 
 # The release with which capture has run on a GPU.
@@ -32,13 +33,20 @@ class Refusal:
     remedy: str = "leave it out"
 
 
-def _is_on(name: str) -> Callable[[Any], bool]:
-    # An option that a release does not have cannot be on.
+def is_on(name: str) -> Callable[[Any], bool]:
+    """Return whether an option is on; one that a release does not have cannot be."""
     return lambda options: bool(getattr(options, name, False))
 
 
-def _above_one(name: str) -> Callable[[Any], bool]:
+def above_one(name: str) -> Callable[[Any], bool]:
+    """Return whether a count is above one."""
     return lambda options: (getattr(options, name) or 1) > 1
+
+
+def backends_of(options: Any) -> tuple[str | None, str | None]:
+    """Return the attention backends of prefill and decode."""
+    both = options.attention_backend
+    return options.prefill_attention_backend or both, options.decode_attention_backend or both
 
 
 _ONE_RANK = "rows are captured on one rank only"
@@ -62,26 +70,26 @@ REFUSALS = (
         lambda options: options.moe_runner_backend not in ("auto", "triton"),
         "it hands routes on in a form of its own",
     ),
-    Refusal("--tp-size above 1", _above_one("tp_size"), _ONE_RANK),
-    Refusal("--ep-size above 1", _above_one("ep_size"), _ONE_RANK),
-    Refusal("--dp-size above 1", _above_one("dp_size"), _ONE_RANK),
-    Refusal("--pp-size above 1", _above_one("pp_size"), _ONE_RANK),
-    Refusal("--attn-cp-size above 1", _above_one("attn_cp_size"), _ONE_RANK),
-    Refusal("--dcp-size above 1", _above_one("dcp_size"), _ONE_RANK),
+    Refusal("--tp-size above 1", above_one("tp_size"), _ONE_RANK),
+    Refusal("--ep-size above 1", above_one("ep_size"), _ONE_RANK),
+    Refusal("--dp-size above 1", above_one("dp_size"), _ONE_RANK),
+    Refusal("--pp-size above 1", above_one("pp_size"), _ONE_RANK),
+    Refusal("--attn-cp-size above 1", above_one("attn_cp_size"), _ONE_RANK),
+    Refusal("--dcp-size above 1", above_one("dcp_size"), _ONE_RANK),
     Refusal(
         "--speculative-algorithm",
-        _is_on("speculative_algorithm"),
+        is_on("speculative_algorithm"),
         "rejected drafts are computed rows that no token comes from",
     ),
-    Refusal("--enable-hierarchical-cache", _is_on("enable_hierarchical_cache"), _MOVES_SLOTS),
-    Refusal("--enable-lmcache", _is_on("enable_lmcache"), _MOVES_SLOTS),
-    Refusal("--enable-flexkv", _is_on("enable_flexkv"), _MOVES_SLOTS),
-    Refusal("--enable-hisparse", _is_on("enable_hisparse"), _MOVES_SLOTS),
-    Refusal("--enable-unified-memory", _is_on("enable_unified_memory"), _MOVES_SLOTS),
-    Refusal("--enable-kv-cache-sharding", _is_on("enable_kv_cache_sharding"), _MOVES_SLOTS),
+    Refusal("--enable-hierarchical-cache", is_on("enable_hierarchical_cache"), _MOVES_SLOTS),
+    Refusal("--enable-lmcache", is_on("enable_lmcache"), _MOVES_SLOTS),
+    Refusal("--enable-flexkv", is_on("enable_flexkv"), _MOVES_SLOTS),
+    Refusal("--enable-hisparse", is_on("enable_hisparse"), _MOVES_SLOTS),
+    Refusal("--enable-unified-memory", is_on("enable_unified_memory"), _MOVES_SLOTS),
+    Refusal("--enable-kv-cache-sharding", is_on("enable_kv_cache_sharding"), _MOVES_SLOTS),
     Refusal(
         "--enable-streaming-session",
-        _is_on("enable_streaming_session"),
+        is_on("enable_streaming_session"),
         "a session keeps its slots beyond the end of a request",
         "send the turns of one trajectory as rid NAME#1, NAME#2",
     ),
@@ -92,13 +100,13 @@ REFUSALS = (
     ),
     Refusal(
         "--enable-two-batch-overlap",
-        _is_on("enable_two_batch_overlap"),
+        is_on("enable_two_batch_overlap"),
         "two half batches would write the same staging rows",
     ),
-    Refusal("--enable-pdmux", _is_on("enable_pdmux"), "a prefill is split over several passes"),
+    Refusal("--enable-pdmux", is_on("enable_pdmux"), "a prefill is split over several passes"),
     Refusal(
         "--dllm-algorithm",
-        _is_on("dllm_algorithm"),
+        is_on("dllm_algorithm"),
         "a diffusion model computes a token many times",
     ),
     Refusal(
@@ -117,8 +125,8 @@ REFUSALS = (
         lambda options: options.enable_lora or bool(options.lora_paths),
         "the records do not say which adapter computed a row",
     ),
-    Refusal("--is-embedding", _is_on("is_embedding"), "there are no sampled tokens"),
-    Refusal("--use-ray", _is_on("use_ray"), "its workers do not inherit the trace options"),
+    Refusal("--is-embedding", is_on("is_embedding"), "there are no sampled tokens"),
+    Refusal("--use-ray", is_on("use_ray"), "its workers do not inherit the trace options"),
     Refusal(
         "--enable-paged-experts",
         lambda options: (
@@ -128,11 +136,12 @@ REFUSALS = (
     ),
 )
 
-_NO_KV_ON_A_GPU = Refusal(
-    "k and v with --device cuda",
-    lambda _options: True,
-    "no attention backend reads an NVFP4 KV cache on a GPU in the way that is recorded",
-    "add --trace-sites fc1,routes or fc1,fc2,routes",
+_KV_ON_A_GPU = Refusal(
+    f"k and v with --device cuda and another attention than {ATTENTION_BACKEND}",
+    lambda options: set(backends_of(options)) != {ATTENTION_BACKEND},
+    "no other backend reads an NVFP4 KV cache in the way that is recorded",
+    f"serve on a Hopper GPU with --attention-backend {ATTENTION_BACKEND} or add --trace-sites "
+    "fc1,routes or fc1,fc2,routes",
 )
 
 
@@ -146,14 +155,19 @@ def check_arguments(options: Any, config: TraceConfig) -> None:
     wanted = set(config.sites)
     if {Site.FC1, Site.FC2} & wanted and options.quantization != QUANTIZATION:
         found.append(_needs("--quantization", options.quantization, QUANTIZATION, "fc1 and fc2"))
-    if {Site.K, Site.V} & wanted and options.device == "cuda":
-        found.append(_NO_KV_ON_A_GPU)
-    elif {Site.K, Site.V} & wanted and options.kv_cache_dtype != KV_CACHE_DTYPE:
+    if {Site.K, Site.V} & wanted and options.kv_cache_dtype != KV_CACHE_DTYPE:
         found.append(_needs("--kv-cache-dtype", options.kv_cache_dtype, KV_CACHE_DTYPE, "k and v"))
+    if {Site.K, Site.V} & wanted and options.device == "cuda" and _KV_ON_A_GPU.applies(options):
+        found.append(_KV_ON_A_GPU)
     if Site.ROUTES in wanted and options.quantization != QUANTIZATION:
         found.append(_needs("--quantization", options.quantization, QUANTIZATION, "routes"))
     if found:
-        raise NotCaptured("; ".join(f"{row.flag}: {row.reason}, so {row.remedy}" for row in found))
+        raise NotCaptured(listed(found))
+
+
+def listed(found: list[Refusal]) -> str:
+    """Return one sentence of all refusals."""
+    return "; ".join(f"{row.flag}: {row.reason}, so {row.remedy}" for row in found)
 
 
 def check_model(model_runner: Any, layout: RecordLayout) -> None:

@@ -12,7 +12,8 @@ import time
 from typing import Any
 
 from bridge.errors import TraceError
-from sglang_trace import cpu_host, failure, hooks
+from bridge.layout import Site
+from sglang_trace import attention, cpu_host, failure, hooks
 from sglang_trace.config import KV_CACHE_DTYPE, QUANTIZATION, TraceConfig
 
 
@@ -27,6 +28,9 @@ def main(arguments: list[str]) -> None:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.utils import kill_process_tree
 
+    from sglang_trace.attention import options as attention_options
+    from sglang_trace.attention import refusals as attention_refusals
+
     end_with_parent()
     load_plugins()
     config = TraceConfig.from_environment()
@@ -34,10 +38,11 @@ def main(arguments: list[str]) -> None:
         from sglang_trace import liveness
 
         liveness.check_options()
-    offer_quantization()
-    if cpu_host.is_cpu_host():
-        cpu_host.allow_fp4_kv_cache()
-    server_args = parse(arguments, defaults(capturing=config is not None))
+    offer_choices()
+    attention_options.allow_fp4_kv_cache()
+    server_args = parse(arguments, defaults(config))
+    if attention_refusals.is_asked_for(server_args):
+        attention_refusals.check_arguments(resolved(server_args))
     if config is not None:
         from sglang_trace import refusals
 
@@ -50,33 +55,37 @@ def main(arguments: list[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def offer_quantization() -> None:
-    """Let `--quantization` take our method."""
+def offer_choices() -> None:
+    """Let `--quantization` and `--attention-backend` take ours."""
     # All releases have both names in this module, although the list itself has moved.
     from sglang.srt.server_args import QUANTIZATION_CHOICES, add_quantization_method_choices
 
     if QUANTIZATION not in QUANTIZATION_CHOICES:
         add_quantization_method_choices([QUANTIZATION])
+    from sglang_trace.attention import options
+
+    options.offer()
 
 
-def defaults(*, capturing: bool) -> dict[str, str]:
+def defaults(config: TraceConfig | None) -> dict[str, str]:
     """Return what this host and capture ask for where the user chooses nothing.
 
-    Without capture only a host without GPU gets defaults of ours: the device, and an attention
-    backend that needs no compiled kernel. With capture a CPU host keeps K and V in FP4, and a GPU
-    host makes no CUDA graphs of prefill.
+    Without capture (no `config`) only a host without GPU gets defaults of ours: the device, and an
+    attention backend that needs no compiled kernel. With capture a CPU host keeps K and V in FP4,
+    a Hopper GPU does if they are recorded, and a GPU host makes no CUDA graphs of prefill.
     """
     chosen: dict[str, str] = {}
     if cpu_host.is_cpu_host():
         chosen["device"] = "cpu"
     if cpu_host.has_kernel_stand_in():
         chosen["attention_backend"] = cpu_host.ATTENTION_BACKEND
-    if capturing:
+    if config is not None:
         chosen["quantization"] = QUANTIZATION
-        if cpu_host.is_cpu_host():
-            # SGLang itself refuses this dtype on most GPUs, with a reason that is not ours.
+        records_kv = bool({Site.K, Site.V} & set(config.sites))
+        # SGLang itself refuses this dtype on other GPUs, with a reason that is not ours.
+        if cpu_host.is_cpu_host() or (records_kv and attention.is_hopper()):
             chosen["kv_cache_dtype"] = KV_CACHE_DTYPE
-        else:
+        if not cpu_host.is_cpu_host():
             chosen["cuda_graph_backend_prefill"] = "disabled"
     return chosen
 
@@ -85,14 +94,28 @@ def parse(arguments: list[str], chosen: dict[str, str]) -> Any:
     """Return SGLang's options, with `chosen` as defaults of its parser.
 
     Some releases resolve all options while they parse, so setting them afterwards is too late.
+    What depends on what the user chose is filled in as soon as that is known.
+
+    Raises:
+        AttentionRefused: an FP4 KV cache with an attention backend that does not read it.
     """
     from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+    from sglang_trace.attention import options
 
     add_cli_args = ServerArgs.add_cli_args
 
     def add_with_defaults(parser: argparse.ArgumentParser) -> None:
         add_cli_args(parser)
         parser.set_defaults(**chosen)
+        parse_args = parser.parse_args
+
+        def parse_and_choose(arguments: list[str]) -> argparse.Namespace:
+            parsed = parse_args(arguments)
+            options.choose(parsed)
+            return parsed
+
+        parser.parse_args = parse_and_choose  # type: ignore[assignment,method-assign]
 
     ServerArgs.add_cli_args = staticmethod(add_with_defaults)
     try:
@@ -143,5 +166,8 @@ if __name__ == "__main__":
     try:
         with failure.reported():
             main(sys.argv[1:])
-    except TraceError:
+    except TraceError as error:
+        if TraceConfig.from_environment() is None:
+            # With capture the launcher says it.
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

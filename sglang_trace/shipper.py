@@ -15,9 +15,16 @@ from collections.abc import Callable
 from bridge.errors import TraceError
 from bridge.layout import Part, RecordLayout
 from bridge.producer import Overflow, RecordProducer
-from sglang_trace.events import DigestsEvent, Event, RowsEvent, TrajectoryEvent
+from sglang_trace.events import (
+    DigestsEvent,
+    DueRowsEvent,
+    Event,
+    GivenUpEvent,
+    RowsEvent,
+    TrajectoryEvent,
+)
 from sglang_trace.host_copy import HostCopy
-from sglang_trace.non_finite import NonFiniteRows
+from sglang_trace.non_finite import NonFiniteRows, rollout_computed_nan
 
 QUEUE_BYTES = 256 << 20
 IDLE_POLL_S = 0.1
@@ -57,28 +64,33 @@ class Shipper:
 
     def put(self, event: Event) -> None:
         """Queue an event, waiting or dropping while the queue is full; raises what was met."""
+        kept: Event | None = event
         if self._overflow is Overflow.BLOCK:
             self._wait(lambda: self._fits(event, QUEUE_BYTES))
-        elif self._dropped_instead(event):
-            return
-        with self._changed:
-            self._queue.append(event)
-            self._queued_bytes += event.nbytes
-            self._changed.notify_all()
+        else:
+            kept = self._kept(event)
+        if kept is not None:
+            with self._changed:
+                self._queue.append(kept)
+                self._queued_bytes += kept.nbytes
+                self._changed.notify_all()
 
     def _fits(self, event: Event, limit: int) -> bool:
         return not self._queue or self._queued_bytes + event.nbytes <= limit
 
-    def _dropped_instead(self, event: Event) -> bool:
-        """Give the event up if the queue is full; what is not rows is small and may fill more."""
+    def _kept(self, event: Event) -> Event | None:
+        """Return what is queued instead of the event if the queue is full, None if nothing is.
+
+        What is not rows is small and may fill more.
+        """
         self.check()
-        is_rows = isinstance(event, RowsEvent)
+        is_rows = isinstance(event, RowsEvent | DueRowsEvent)
         with self._changed:
             if self._fits(event, QUEUE_BYTES if is_rows else QUEUE_BYTES * 5 // 4):
-                return False
+                return event
             if isinstance(event, RowsEvent):
                 self._dropped[event.part] += len(event.rows_n)
-            return True
+        return event.given_up() if isinstance(event, DueRowsEvent) else None
 
     def check(self) -> None:
         """Raise what the thread met, if anything."""
@@ -161,8 +173,27 @@ class Shipper:
                     rows_n = event.rows_n[first : first + len(rows_nB)]
                     producer.send_rows(event.part, rows_n, rows_nB, version, copy=reused)
                     first += len(rows_nB)
+            case DueRowsEvent():
+                self._send_due(producer, event)
+            case GivenUpEvent():
+                count = int(self._host_copy.whole(event.count_1, event.made))
+                producer.count_dropped(event.part, count)
             case TrajectoryEvent():
                 rows_T = self._host_copy.whole(event.rows_T, event.made)
                 producer.send_trajectory(event.trajectory, 0, event.tokens_T, rows_T, event.state)
             case DigestsEvent():
                 producer.send_digests(event.weight_version, event.digests)
+
+    def _send_due(self, producer: RecordProducer, event: DueRowsEvent) -> None:
+        due = event.due
+        count = int(self._host_copy.whole(due.count_1, event.made))
+        if count == 0:
+            return
+        if nan := int(self._host_copy.whole(due.nan_1, event.made)):
+            raise rollout_computed_nan(*due.places[nan - 1])
+        rows_n, first = self._host_copy.whole(due.rows_n[:count], event.made), 0
+        for rows_mB in self._host_copy.bring(due.rows_nB[:count], event.made):
+            rows_m = rows_n[first : first + len(rows_mB)]
+            for label, mask_m in event.split(rows_m):
+                producer.send_rows(Part.KV, rows_m[mask_m], rows_mB[mask_m], label)
+            first += len(rows_mB)

@@ -15,6 +15,8 @@ _QUANTIZATION = f"{_SRT}.layers.quantization"
 _BASE = f"{_QUANTIZATION}.base_config"
 _KV_CACHE = f"{_QUANTIZATION}.fp4_kv_cache_quant_method"
 _MOE = f"{_SRT}.layers.moe"
+_ATTENTION = f"{_SRT}.layers.attention"
+_BASE_ATTENTION = f"{_ATTENTION}.base_attn_backend:AttentionBackend"
 _MANAGERS = f"{_SRT}.managers"
 _ARGUMENTS = f"{_SRT}.server_args"
 
@@ -22,6 +24,8 @@ _OUR_METHOD = "sglang_trace.moe_method:TraceNvfp4MoEMethod"
 _OUR_LOADER = "sglang_trace.expert_weights:Experts.weight_loader"
 _OUR_CONFIG = "sglang_trace.quantization:TraceNvfp4Config"
 _OUR_KV_CACHE = "sglang_trace.kv_cache:TorchNvfp4KVCacheMethod"
+_OUR_GPU_KV_CACHE = "sglang_trace.kv_cache:TritonNvfp4KVCacheMethod"
+_OUR_ATTENTION = "sglang_trace.attention.backend:TraceFp4Backend"
 
 # The process that serves HTTP and reads the options.
 OPTIONS: tuple[Use, ...] = (
@@ -29,7 +33,8 @@ OPTIONS: tuple[Use, ...] = (
     Call(f"{_SRT}.plugins:load_plugins()"),
     Call(f"{_SRT}.utils:kill_process_tree(pid, include_parent=False)"),
     Call(f"{_ARGUMENTS}:add_quantization_method_choices(names)"),
-    Attributes(f"{_ARGUMENTS}:", ("QUANTIZATION_CHOICES",)),
+    Attributes(f"{_ARGUMENTS}:", ("QUANTIZATION_CHOICES", "ATTENTION_BACKEND_CHOICES")),
+    Call(f"{_ARGUMENTS}:add_attention_backend_choices(names)"),
     Call(f"{_ARGUMENTS}:prepare_server_args(arguments)"),
     Call(f"{_ARGUMENTS}:ServerArgs.add_cli_args(parser)"),
     Callback(f"{_ARGUMENTS}:ServerArgs.add_cli_args", f"{_ARGUMENTS}:prepare_server_args"),
@@ -57,7 +62,8 @@ OPTIONS: tuple[Use, ...] = (
             *("enable_two_batch_overlap", "enable_pdmux", "dllm_algorithm", "cuda_graph_config"),
             *("enable_eplb", "ep_num_redundant_experts", "enable_lora", "lora_paths"),
             *("is_embedding", "use_ray", "kt_weight_path", "moe_runner_backend"),
-            "cuda_graph_backend_prefill",
+            *("cuda_graph_backend_prefill", "enable_torch_compile"),
+            *("prefill_attention_backend", "decode_attention_backend"),
         ),
     ),
     Attributes(
@@ -124,6 +130,10 @@ _KV_CACHE_METHOD = (
         )
     ),
     Override(
+        f"{_OUR_GPU_KV_CACHE}.quantize_and_store",
+        f"{_KV_CACHE}:NVFP4KVCacheMethod.quantize_and_store",
+    ),
+    Override(
         f"{_OUR_KV_CACHE}.needs_linear_scale_buffer",
         f"{_KV_CACHE}:NVFP4KVCacheMethod.needs_linear_scale_buffer",
         since="0.5.21",
@@ -132,7 +142,7 @@ _KV_CACHE_METHOD = (
         f"{_KV_CACHE}:NVFP4KVCacheMethod",
         ("name", "k_scales_gpu", "v_scales_gpu", "k_scales_float", "v_scales_float"),
     ),
-    Attributes(f"{_KV_CACHE}:KVCacheAttentionAccessKind", ("PLAIN",)),
+    Attributes(f"{_KV_CACHE}:KVCacheAttentionAccessKind", ("PLAIN", "NATIVE_FP4")),
     Attributes(f"{_KV_CACHE}:", ("KVCacheAttentionPhase",)),
     Call(f"{_KV_CACHE}:KVCacheBackendMatcher(exact=names)"),
     Call(
@@ -143,6 +153,40 @@ _KV_CACHE_METHOD = (
     Attributes(
         f"{_SRT}.mem_cache.memory_pool:MHATokenToKVPool", ("size", "page_size", "quant_method")
     ),
+)
+
+_ATTENTION_BACKEND = (
+    Call(f"{_BASE_ATTENTION}()"),
+    *(
+        Override(f"{_OUR_ATTENTION}.{name}", f"{_BASE_ATTENTION}.{name}")
+        for name in (
+            *("init_forward_metadata", "init_forward_metadata_out_graph"),
+            *("init_cuda_graph_state", "get_cuda_graph_seq_len_fill_value"),
+            *("forward_decode", "forward_extend"),
+        )
+    ),
+    Attributes(_BASE_ATTENTION, ("needs_cpu_seq_lens",)),
+    Call(f"{_ATTENTION}.attention_registry:register_attention_backend(name)"),
+    Attributes(
+        f"{_SRT}.layers.radix_attention:RadixAttention",
+        (
+            *("tp_q_head_num", "tp_k_head_num", "head_dim", "qk_head_dim", "v_head_dim"),
+            *("scaling", "layer_id", "logit_cap", "sliding_window_size", "is_cross_attention"),
+            *("attn_type", "pos_encoding_mode", "xai_temperature_len"),
+        ),
+    ),
+    Attributes(f"{_SRT}.layers.radix_attention:AttentionType", ("DECODER",)),
+    Call(f"{_SRT}.mem_cache.memory_pool:MHATokenToKVPool.set_kv_buffer(self, layer, slots, k, v)"),
+    Call(f"{_KV_CACHE}:NVFP4KVCacheMethod.get_bmm_scales(self, layer)"),
+    Attributes(f"{_SRT}.mem_cache.memory_pool:ReqToTokenPool", ("size",)),
+    Attributes(
+        f"{_SRT}.model_executor.forward_batch_info:ForwardBatch",
+        ("batch_size", "req_pool_indices", "seq_lens", "extend_seq_lens"),
+    ),
+    Attributes(
+        f"{_SRT}.configs.model_config:ModelConfig", ("is_encoder_decoder", "has_attention_sinks")
+    ),
+    Attributes(f"{_SRT}.model_executor.model_runner:ModelRunner", ("dtype", "req_to_token_pool")),
 )
 
 _REQUESTS = (
@@ -215,6 +259,12 @@ _UPDATES = (
 )
 
 SCHEDULER: tuple[Use, ...] = (
-    _EXPERTS + _QUANTIZATION_METHOD + _KV_CACHE_METHOD + _REQUESTS + _FORWARDS + _UPDATES
+    _EXPERTS
+    + _QUANTIZATION_METHOD
+    + _KV_CACHE_METHOD
+    + _ATTENTION_BACKEND
+    + _REQUESTS
+    + _FORWARDS
+    + _UPDATES
 )
 USES = OPTIONS + SCHEDULER

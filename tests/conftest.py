@@ -1,4 +1,4 @@
-"""Where there is no GPU, the Triton kernels of `sglang_trace.kernels` run in Triton's interpreter.
+"""Where there is no GPU, our Triton kernels run in Triton's interpreter.
 
 Triton decides between the two when a function is defined, those of its own library included, and
 it imports a part of that (gluon) at the first launch only. So all of it is imported here, before
@@ -22,3 +22,4 @@ with pytest.MonkeyPatch.context() as _patch:
 
     for _module in pkgutil.iter_modules(sglang_trace.kernels.__path__):
         importlib.import_module(f"sglang_trace.kernels.{_module.name}")
+    importlib.import_module("sglang_trace.attention.extend")

@@ -122,6 +122,10 @@ class RecordLayout:
         """Return the layers that hold `site` in this record, ascending."""
         return tuple(layer for held, layer in self._columns if held is site)
 
+    def layers_of(self, *sites: Site) -> tuple[int, ...]:
+        """Return the layers that hold any of these sites in this record, ascending."""
+        return tuple(sorted({layer for held, layer in self._columns if held in sites}))
+
     def columns(self, site: Site, layer: int) -> slice:
         """Return the byte columns of `site` at `layer` in its part's rows; fc2: all slots.
 

@@ -1,7 +1,7 @@
 """Gather K and V records out of the FP4 KV pool: all layers and sites in one launch.
 
-Shape legend: n rows, P slots of the pool, H KV heads, D head size, C = H * D / 8 groups of eight
-code words and S = C / 2 scales a row (padded), B bytes of a KV row.
+Shape legend: n slots asked for, P slots of the pool, H KV heads, D head size, C = H * D / 8 groups
+of eight code words and S = C / 2 scales a row (padded), B bytes of a KV row.
 """
 
 from __future__ import annotations
@@ -27,14 +27,31 @@ class PoolSite:
     scales_PHb: Tensor
 
 
+@dataclass(frozen=True)
+class DueRows:
+    """Records of the slots that were due, in their order, on the device.
+
+    count_1   int64 [1], how many there are
+    rows_n    int64 [n], their row numbers; only the first `count_1` are written
+    rows_nB   uint8 [n, B], rows of the KV part; only the first `count_1` are written
+    nan_1     int32 [1], 0 or one more than the index in `places` of a site that had a NaN scale, in
+              these rows or in earlier ones: rows with full scales show it themselves, rows with
+              2-bit scales cannot
+    places    site and layer of every record of a row
+    """
+
+    count_1: Tensor
+    rows_n: Tensor
+    rows_nB: Tensor
+    nan_1: Tensor
+    places: tuple[tuple[Site, int], ...]
+
+
 class KVRows:
     """Turns slots of the pool into rows of the KV part, on the pool's device.
 
     The pool's buffers stay where they are for the life of the engine, so their addresses are looked
     up once.
-
-    nan_seen   int32 [1] on the device: 1 once a gathered row had a NaN scale. Rows with full scales
-               show it themselves; rows with 2-bit scales cannot.
     """
 
     def __init__(self, layout: RecordLayout, sites: list[PoolSite]) -> None:
@@ -51,8 +68,9 @@ class KVRows:
         self._layout = layout
         self._sites = sites  # keeps the buffers alive
         self._width = width
+        self._places = tuple((place.site, place.layer) for place in sites)
         device = sites[0].codes_PHd.device
-        self.nan_seen = torch.zeros(1, dtype=torch.int32, device=device)
+        self._nan_1 = torch.zeros(1, dtype=torch.int32, device=device)
         columns = [layout.columns(place.site, place.layer).start for place in sites]
         table = [
             [place.codes_PHd.data_ptr(), place.scales_PHb.data_ptr(), column]
@@ -60,35 +78,55 @@ class KVRows:
         ]
         self._table_S3 = torch.tensor(table, dtype=torch.int64, device=device)
 
-    def gather(self, slots_n: Tensor) -> Tensor:
-        """Return the rows uint8 [n, B] of int64 or int32 `slots_n`; does not wait for the device.
+    def gather(self, slots_n: Tensor, rows_n: Tensor, due_n: Tensor) -> DueRows:
+        """Read the slots that are due; does not wait for the device, which alone knows how many.
 
         Must run before the slots are given back.
+
+        Args:
+            slots_n: int32 or int64 [n], n at least 1.
+            rows_n: int64 [n], the row number of each.
+            due_n: bool [n].
         """
-        rows_nB = slots_n.new_empty(
-            (len(slots_n), self._layout.row_bytes(Part.KV)), dtype=torch.uint8
+        count = len(slots_n)
+        # Counted from one.
+        places_n = due_n.cumsum(0)
+        shape = (count, self._layout.row_bytes(Part.KV))
+        due = DueRows(
+            places_n[-1:],
+            torch.empty_like(rows_n),
+            torch.empty(shape, dtype=torch.uint8, device=slots_n.device),
+            self._nan_1,
+            self._places,
         )
-        if len(slots_n):
-            groups = self._width // 8
-            _gather[(len(slots_n), len(self._sites))](
-                self._table_S3,
-                slots_n.contiguous(),
-                rows_nB,
-                rows_nB.stride(0),
-                self.nan_seen,
-                GROUPS=groups,
-                PADDED=triton.next_power_of_2(groups),
-                BITS=self._layout.bits,
-                SCALE_BITS=self._layout.scale_bits,
-            )
-        return rows_nB
+        groups = self._width // 8
+        _gather[(count, len(self._sites))](
+            self._table_S3,
+            slots_n.contiguous(),
+            rows_n.contiguous(),
+            due_n.contiguous().view(torch.uint8),
+            places_n,
+            due.rows_n,
+            due.rows_nB,
+            due.rows_nB.stride(0),
+            self._nan_1,
+            GROUPS=groups,
+            PADDED=triton.next_power_of_2(groups),
+            BITS=self._layout.bits,
+            SCALE_BITS=self._layout.scale_bits,
+        )
+        return due
 
 
 @triton.jit
 def _gather(
     table,
     slots,
-    rows,
+    numbers,
+    due,
+    places,
+    numbers_out,
+    rows_out,
     row_bytes,
     nan_seen,
     GROUPS: tl.constexpr,
@@ -96,12 +134,17 @@ def _gather(
     BITS: tl.constexpr,
     SCALE_BITS: tl.constexpr,
 ):
+    at = tl.program_id(0).to(tl.int64)
+    if tl.load(due + at) == 0:
+        return
+    row = tl.load(places + at) - 1
+    if tl.program_id(1) == 0:
+        tl.store(numbers_out + row, tl.load(numbers + at))
     entry = table + tl.program_id(1) * 3
     codes = tl.load(entry).to(tl.pointer_type(tl.uint8))
     scales = tl.load(entry + 1).to(tl.pointer_type(tl.uint8))
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    cell = rows + row * row_bytes + tl.load(entry + 2)
+    slot = tl.load(slots + at).to(tl.int64)
+    cell = rows_out + row * row_bytes + tl.load(entry + 2)
     group_C = tl.arange(0, PADDED)
     live_C = group_C < GROUPS
     byte_4 = tl.arange(0, 4)[None, :]
@@ -119,4 +162,4 @@ def _gather(
     code_S = tl.load(scales + slot * SCALES + scale_S, mask=scale_S < SCALES, other=0).to(tl.int32)
     write_scales(cell + BITS * GROUPS, code_S, scale_S < SCALES, PADDED // 2, SCALES, SCALE_BITS)
     if tl.max(((code_S & 0x7F) == 0x7F).to(tl.int32), axis=0) > 0:
-        tl.store(nan_seen, 1)
+        tl.store(nan_seen, tl.program_id(1) + 1)

@@ -1,4 +1,6 @@
-"""The real server on a GPU: decode graphs, overlap scheduling, a pool that overflows.
+"""The real server on a GPU: decode graphs, overlap scheduling, a pool that overflows, FP4 KV.
+
+No attention backend is named: an NVFP4 KV cache means ours.
 
 What a request records among others (prefix hits, chunks, retraction, aborts) is compared row by row
 with what the same tokens record when they are computed alone and from nothing. Each test prints
@@ -21,12 +23,14 @@ from safetensors.torch import load_file
 
 from bridge.client import TraceClient
 from bridge.errors import UnknownTrajectory
-from bridge.layout import Part
+from bridge.layout import Part, Site
 from bridge.records import TrajectoryRecords
 from examples.tiny_model import make_checkpoint
 from tests.sglang_trace.conftest import CHUNK_TOKENS, SERVER_FLAGS
 from tests.sglang_trace.kernels.inputs import needs_gpu
 from tests.sglang_trace.live_server import LiveServer, serving, tokens_of
+from tests.sglang_trace.reference_model import ReferenceModel
+from tests.sglang_trace.test_server_capture import agreement as written_out_agreement
 from tests.sglang_trace.test_server_capture import prompt_of
 from tests.sglang_trace.test_server_weights import (
     broadcast,
@@ -44,13 +48,13 @@ MOST_REQUESTS, POOL_TOKENS = 32, 1280
 GPU_FLAGS = (
     *SERVER_FLAGS,
     *("--max-running-requests", str(MOST_REQUESTS), "--max-total-tokens", str(POOL_TOKENS)),
-    *("--attention-backend", "triton", "--disable-prefill-cuda-graph"),
     *("--cuda-graph-bs-decode", "1", "4", "8", "16", "32", "--mem-fraction-static", "0.3"),
 )
 CAPTURE = (
-    *("--trace-capture", "--trace-sites", "fc1,fc2,routes"),
+    *("--trace-capture", "--trace-sites", "fc1,fc2,k,v,routes"),
     *("--trace-layers", "all", "--trace-bits", "4"),
 )
+FP4 = ("--quantization", "trace_nvfp4", "--kv-cache-dtype", "nvfp4")
 # Batches of another size are computed by other GEMMs, and a sum that is rounded otherwise flips a
 # code word now and then. Rows of another position agree on far fewer.
 AGREEMENT = 0.85
@@ -67,7 +71,7 @@ def servers(
     place = tmp_path_factory.mktemp("gpu")
     wanted = [
         serving(checkpoint, place / "on", *GPU_FLAGS, *CAPTURE),
-        serving(checkpoint, place / "off", *GPU_FLAGS, "--quantization", "trace_nvfp4"),
+        serving(checkpoint, place / "off", *GPU_FLAGS, *FP4),
     ]
     begin = time.monotonic()
     with ExitStack() as stack, ThreadPoolExecutor() as threads:
@@ -165,29 +169,42 @@ class Count:
         )
 
 
-def code_words(records: TrajectoryRecords) -> torch.Tensor:
-    """What each consumed token's row holds: code words and expert ids, [tokens - 1, values]."""
-    rows = records.forward[:-1]
-    found = [records.layout.routes(rows).flatten(1)]
-    for record in records.layout.split(Part.FORWARD, rows).values():
-        found.append(record.low_codes().flatten(1))
-    return torch.cat([part.to(torch.int16) for part in found], dim=1)
+def code_words(records: TrajectoryRecords, parts: list[Part]) -> torch.Tensor:
+    """What each consumed token's rows hold: code words and expert ids, [tokens - 1, values]."""
+    found = [records.layout.routes(records.forward[:-1]).flatten(1)]
+    for part in parts:
+        rows = (records.forward if part is Part.FORWARD else records.kv)[:-1]
+        for record in records.layout.split(part, rows).values():
+            found.append(record.low_codes().flatten(1))
+    return torch.cat([values.to(torch.int16) for values in found], dim=1)
 
 
 def compare_with_alone(
-    server: LiveServer, client: TraceClient, trajectories: list[TrajectoryRecords]
+    server: LiveServer,
+    client: TraceClient,
+    trajectories: list[TrajectoryRecords],
+    *,
+    aborted: bool = False,
 ) -> Count:
-    """Compute each trajectory's tokens again, alone and with an empty cache, and compare rows."""
+    """Compute each trajectory's tokens again, alone and with an empty cache, and compare rows.
+
+    A request that is aborted while it waits to be computed again has no keys and values.
+    """
     count = Count()
     for number, records in enumerate(trajectories):
         tokens = records.tokens.tolist()[:-1]
         count.rows += len(tokens)
         count.missing += int((~records.forward_valid[:-1]).sum())
+        has_kv = bool(records.kv_valid[:-1].all())
+        if not has_kv and not aborted:
+            count.missing += int((~records.kv_valid[:-1]).sum())
+        parts = list(Part) if has_kv else [Part.FORWARD]
         server.flush_cache()
         rid = f"alone-{number}-{time.monotonic_ns()}"
         reply = server.generate(rid, tokens, 1)
         assert reply["meta_info"]["cached_tokens"] == 0, "the cache was meant to be empty"
-        mine, alone = code_words(records), code_words(fetch(client, rid))[: len(tokens)]
+        mine = code_words(records, parts)
+        alone = code_words(fetch(client, rid), parts)[: len(tokens)]
         equal_TT = torch.stack([(row == alone).float().mean(dim=1) for row in mine])
         own_T = equal_TT.diagonal()
         count.agreement += float(own_T.sum())
@@ -211,7 +228,8 @@ def test_the_comparison_finds_rows_at_another_place(
     records = fetch(client, "lone")
     assert records.tokens.tolist() == tokens_of(reply, prompt)
     check_rows(compare_with_alone(server, client, [records]), "one request")
-    records.forward[:-1] = records.forward[:-1].roll(1, dims=0)
+    for rows in (records.forward, records.kv):
+        rows[:-1] = rows[:-1].roll(1, dims=0)
     shifted = compare_with_alone(server, client, [records])
     print(f"the same rows one place further: {shifted}", flush=True)
     assert shifted.wrong > shifted.rows // 2
@@ -269,7 +287,28 @@ def test_nothing_is_missing_or_misplaced_after_retraction_and_abort(
         assert records.tokens.tolist() == tokens_of(reply, request["prompt"])
     check_rows(compare_with_alone(server, client, crowd), "retraction")
     ended = [fetch(client, rid, "aborted") for rid in aborted]
-    check_rows(compare_with_alone(server, client, ended), "abort")
+    check_rows(compare_with_alone(server, client, ended, aborted=True), "abort")
+
+
+def test_keys_and_values_are_those_of_the_model_written_out(
+    servers: tuple[LiveServer, LiveServer], client: TraceClient, reference: ReferenceModel
+) -> None:
+    """In layer 0 nothing has drifted yet; attention to them decides all that follows."""
+    prompt = prompt_of(CHUNK_TOKENS + 30, salt=30)
+    servers[0].generate("kv", prompt, 24)
+    records = fetch(client, "kv")
+    trace = reference.run(records.tokens.tolist()[:-1])
+    for site in (Site.K, Site.V):
+        record, expected = records.layout.site(records.kv[:-1], site, 0), trace.sites[site, 0]
+        codes = record.low_codes()
+        equal = float((codes == expected.codes_u8.view(codes.shape)).float().mean())
+        scales = float((record.scales_u8 == expected.scales_u8.flatten(1)).float().mean())
+        print(f"{site}: {equal:.4f} of code words, {scales:.4f} of scales")
+        assert equal > 0.98
+        assert scales > 0.98
+    share = written_out_agreement(records, reference)
+    print(f"all sites: {share:.3f} of code words")
+    assert share > AGREEMENT
 
 
 def test_decode_ran_in_graphs(server: LiveServer) -> None:

@@ -44,6 +44,9 @@ GOOD: dict[str, Any] = {
     "kt_weight_path": None,
     "quantization": "trace_nvfp4",
     "kv_cache_dtype": "nvfp4",
+    "attention_backend": "torch_native",
+    "prefill_attention_backend": None,
+    "decode_attention_backend": None,
 }
 
 # Options that not every supported release has, and the first that has them.
@@ -51,7 +54,7 @@ ADDED_LATER = {"enable_kv_cache_sharding": "0.5.22", "enable_paged_experts": "0.
 
 BAD: dict[str, dict[str, Any]] = {
     "--device other than cpu and cuda": {"device": "xpu"},
-    "--device cuda with another sglang": {"device": "cuda", "kv_cache_dtype": "auto"},
+    "--device cuda with another sglang": {"device": "cuda", "attention_backend": "trace_fp4"},
     "--moe-runner-backend": {"moe_runner_backend": "flashinfer_trtllm"},
     "--tp-size": {"tp_size": 2},
     "--ep-size": {"ep_size": 2},
@@ -138,15 +141,19 @@ def test_every_refusal_has_a_case_here() -> None:
     assert len(REFUSALS) == len(BAD)
 
 
-def test_a_gpu_records_forwards_with_the_release_that_ran_there_and_no_keys_and_values(
+def test_a_gpu_records_keys_and_values_that_our_attention_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sglang_trace.refusals.version", lambda _package: GPU_RELEASE)
-    on_gpu = {"device": "cuda", "kv_cache_dtype": "auto"}
-    check(on_gpu, (Site.FC1, Site.FC2, Site.ROUTES))
+    check({"device": "cuda", "attention_backend": "trace_fp4"})
+    plain = {"device": "cuda", "kv_cache_dtype": "auto", "attention_backend": "triton"}
+    check(plain, (Site.FC1, Site.FC2, Site.ROUTES))
     for site in (Site.K, Site.V):
-        with pytest.raises(NotCaptured, match=r"^k and v with --device cuda.*--trace-sites fc1"):
-            check(on_gpu, (Site.FC1, site))
+        with pytest.raises(NotCaptured, match=r"^--kv-cache-dtype auto.*k and v with --device"):
+            check(plain, (Site.FC1, site))
+    split = {"decode_attention_backend": "trtllm_mha"}
+    with pytest.raises(NotCaptured, match=r"^k and v with --device cuda.*--trace-sites fc1"):
+        check({"device": "cuda", "attention_backend": "trace_fp4"} | split)
 
 
 def test_an_option_that_a_release_does_not_have_is_not_on() -> None:

@@ -7,29 +7,34 @@ from pathlib import Path
 import pytest
 
 from sglang_trace import cpu_host
-from sglang_trace.server_process import defaults, offer_quantization, parse, resolved
+from sglang_trace.attention.options import allow_fp4_kv_cache
+from sglang_trace.config import TraceConfig
+from sglang_trace.server_process import defaults, offer_choices, parse, resolved
 
 pytestmark = pytest.mark.skipif(
     not cpu_host.is_cpu_host(), reason="this machine has an accelerator"
 )
 
 
+CAPTURE = TraceConfig("tcp://127.0.0.1:1")
+
+
 @pytest.fixture(autouse=True)
 def prepared() -> None:
     cpu_host.prepare()
-    offer_quantization()
-    cpu_host.allow_fp4_kv_cache()
+    offer_choices()
+    allow_fp4_kv_cache()
 
 
 def options_of(checkpoint: Path, *arguments: str) -> dict[str, str]:
-    chosen = defaults(capturing=True)
+    chosen = defaults(CAPTURE)
     options = resolved(parse(["--model-path", str(checkpoint), *arguments], chosen))
     return {name: getattr(options, name) for name in chosen}
 
 
 def test_where_the_user_chooses_nothing_our_defaults_hold(checkpoint: Path) -> None:
-    assert options_of(checkpoint) == defaults(capturing=True)
-    assert {"quantization", "kv_cache_dtype", "device"} <= defaults(capturing=True).keys()
+    assert options_of(checkpoint) == defaults(CAPTURE)
+    assert {"quantization", "kv_cache_dtype", "device"} <= defaults(CAPTURE).keys()
 
 
 def test_what_the_user_chooses_wins(checkpoint: Path, tmp_path: Path) -> None:
@@ -48,4 +53,4 @@ def test_sglangs_parser_is_left_as_it_was(checkpoint: Path) -> None:
 
 
 def test_without_capture_only_the_host_is_looked_at() -> None:
-    assert {"quantization", "kv_cache_dtype"}.isdisjoint(defaults(capturing=False))
+    assert {"quantization", "kv_cache_dtype"}.isdisjoint(defaults(None))

@@ -30,13 +30,21 @@ def pool_of(layout: RecordLayout, slots: int, seed: int) -> list[PoolSite]:
     ]
 
 
-def check(layout: RecordLayout, slots: Tensor, pool: list[PoolSite]) -> None:
-    rows = torch.zeros(len(slots), layout.row_bytes(Part.KV), dtype=torch.uint8)
+def check(
+    layout: RecordLayout, slots: Tensor, pool: list[PoolSite], due: Tensor | None = None
+) -> None:
+    due = torch.ones(len(slots), dtype=torch.bool) if due is None else due
+    numbers = torch.arange(len(slots)) + (1 << 40)
+    wanted = slots[due]
+    rows = torch.zeros(len(wanted), layout.row_bytes(Part.KV), dtype=torch.uint8)
     for place in pool:
-        codes = unpack_nibbles(place.codes_PHd.cpu()[slots]).flatten(1)
-        scales = place.scales_PHb.cpu()[slots].flatten(1)
+        codes = unpack_nibbles(place.codes_PHd.cpu()[wanted]).flatten(1)
+        scales = place.scales_PHb.cpu()[wanted].flatten(1)
         layout.write_site(rows, place.site, place.layer, codes, scales)
-    assert torch.equal(KVRows(layout, pool).gather(slots.to(DEVICE)).cpu(), rows)
+    found = KVRows(layout, pool).gather(slots.to(DEVICE), numbers.to(DEVICE), due.to(DEVICE))
+    assert found.count_1.tolist() == [len(wanted)]
+    assert torch.equal(found.rows_n[: len(wanted)].cpu(), numbers[due])
+    assert torch.equal(found.rows_nB[: len(wanted)].cpu(), rows)
 
 
 def layout_of(
@@ -56,14 +64,15 @@ def layout_of(
     size=st.sampled_from((16, 48, 64)),
     bits=st.integers(1, 4),
     scale_bits=st.sampled_from((8, 2)),
-    slots=st.lists(st.integers(0, 19), max_size=6),
+    asked=st.lists(st.tuples(st.integers(0, 19), st.booleans()), min_size=1, max_size=6),
     seed=st.integers(0, 1000),
 )
-def test_any_slots_in_any_order(
-    heads: int, size: int, bits: int, scale_bits: int, slots: list[int], seed: int
+def test_any_slots_in_any_order_of_which_some_are_due(
+    heads: int, size: int, bits: int, scale_bits: int, asked: list[tuple[int, bool]], seed: int
 ) -> None:
     layout = layout_of(heads, size, bits, scale_bits=scale_bits)
-    check(layout, torch.tensor(slots, dtype=torch.int64), pool_of(layout, 20, seed))
+    slots, due = (torch.tensor(column) for column in zip(*asked, strict=True))
+    check(layout, slots, pool_of(layout, 20, seed), due)
 
 
 @pytest.mark.parametrize("site", [Site.K, Site.V])
@@ -74,18 +83,19 @@ def test_a_layout_with_one_of_the_two(site: Site) -> None:
 
 @pytest.mark.parametrize("scale_bits", [8, 2])
 @pytest.mark.parametrize("nan_code", [0x7F, 0xFF])
-def test_a_nan_scale_is_remembered_once_its_slot_is_gathered(
-    scale_bits: int, nan_code: int
-) -> None:
+def test_a_nan_scale_is_remembered_once_its_slot_is_due(scale_bits: int, nan_code: int) -> None:
     layout = layout_of(3, 48, 1, scale_bits=scale_bits)
     pool = pool_of(layout, 5, 0)
     for place in pool:
         place.scales_PHb.clamp_(max=0x7E)
     pool[1].scales_PHb[2, 1, 1] = nan_code
     rows = KVRows(layout, pool)
-    for slots, seen in (([0, 1, 3, 4], 0), ([2], 1), ([0], 1)):
-        rows.gather(torch.tensor(slots, device=DEVICE))
-        assert rows.nan_seen.tolist() == [seen]
+    numbers = torch.arange(5, device=DEVICE)
+    every, place = torch.arange(5, device=DEVICE), (pool[1].site, pool[1].layer)
+    for due, seen in ((every != 2, 0), (every == 2, 2), (every == 0, 2)):
+        found = rows.gather(every, numbers, due)
+        assert found.nan_1.tolist() == [seen]
+    assert found.places[1] == place
 
 
 def test_a_pool_without_a_buffer_of_the_layout_is_a_mistake() -> None:
