@@ -54,5 +54,5 @@ class WeightVersions:
         The label of a computed row never changes, so another thread may ask.
         """
         ages_n = torch.bucketize(rows_n, torch.tensor(self._first_rows), right=True) - 1
-        for age in ages_n.unique().tolist():
+        for age in torch.unique(ages_n).tolist():
             yield self._labels[age], ages_n == age
