@@ -5,7 +5,6 @@ Shape legend: n rows.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 
 import torch
@@ -50,7 +49,10 @@ class WeightVersions:
         return label
 
     def split(self, rows_n: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield (label, mask bool [n]) for every label that computed some of these rows."""
-        ages = torch.tensor([bisect_right(self._first_rows, row) - 1 for row in rows_n.tolist()])
-        for age in sorted(set(ages.tolist())):
-            yield self._labels[age], ages == age
+        """Yield (label, mask bool [n]) for every label that computed some of these rows.
+
+        The label of a computed row never changes, so another thread may ask.
+        """
+        ages_n = torch.bucketize(rows_n, torch.tensor(self._first_rows), right=True) - 1
+        for age in torch.unique(ages_n).tolist():
+            yield self._labels[age], ages_n == age

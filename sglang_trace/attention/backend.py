@@ -112,7 +112,7 @@ class TraceFp4Backend(AttentionBackend):  # type: ignore[misc]
             self._max_batch = max_bs
             self._decode = make_decode(self._sizes, max_bs, self._device)
         self._copy_MC = self._table_RC.new_zeros((max_bs, self._table_RC.shape[1]))
-        self._order_M = torch.arange(max_bs, dtype=torch.int32, device=self._device)
+        self._order_M = torch.arange(max_bs, device=self._device)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Copy the batch's slots for the graph that is captured or replayed next."""

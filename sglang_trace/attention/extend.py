@@ -108,10 +108,10 @@ def extend_attention(
         table_RE.stride(0),
         sm_scale * k_scale * _CODE_FACTOR * _LOG2E,
         v_scale * _CODE_FACTOR,
-        HEADS=heads,
-        GROUP=group,
+        heads,
+        group,
+        page_size,
         SIZE=size,
-        PAGE=page_size,
         TILE_M=tile,
         TILE_N=KEYS,
         num_warps=4 if tile == _LEAST_ROWS else 8,
@@ -182,7 +182,8 @@ def _values(codes, scales, at_N, live_N, SIZE: tl.constexpr, N: tl.constexpr):
     return even * scale, odd * scale
 
 
-@triton.jit
+# One kernel for all numbers of heads: they only place a row.
+@triton.jit(do_not_specialize=["heads", "group"])
 def _extend(
     q,
     k_codes,
@@ -200,10 +201,10 @@ def _extend(
     table_row,
     score_scale,
     value_scale,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    heads,
+    group,
+    page_size,
     SIZE: tl.constexpr,
-    PAGE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
@@ -212,18 +213,18 @@ def _extend(
     new = tl.load(news + request).to(tl.int32)
     # The last rows see the most keys: begin with them.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_M
-    if first >= new * GROUP:
+    if first >= new * group:
         return
     length = tl.load(lengths + request).to(tl.int32)
     row_M = first + tl.arange(0, TILE_M)
-    token_M = row_M // GROUP
+    token_M = row_M // group
     live_M = token_M < new
     position_M = length - new + token_M
-    end = tl.minimum(length - new + (first + TILE_M - 1) // GROUP + 1, length)
+    end = tl.minimum(length - new + (first + TILE_M - 1) // group + 1, length)
 
     half = tl.arange(0, SIZE // 2)
     token_at_M = (tl.load(starts + request) + token_M).to(tl.int64)
-    head_M = head * GROUP + row_M % GROUP
+    head_M = head * group + row_M % group
     q_at = q + (token_at_M * q_token + head_M * SIZE)[:, None] + 2 * half[None, :]
     even_q = upcast(tl.load(q_at, mask=live_M[:, None], other=0.0))
     odd_q = upcast(tl.load(q_at + 1, mask=live_M[:, None], other=0.0))
@@ -243,8 +244,8 @@ def _extend(
     for begin in range(0, end, TILE_N):
         key_N = begin + tl.arange(0, TILE_N)
         live_N = key_N < end
-        page_N = tl.load(pages + key_N // PAGE, mask=live_N, other=0).to(tl.int64)
-        at_N = (page_N * PAGE + key_N % PAGE) * HEADS + head
+        page_N = tl.load(pages + key_N // page_size, mask=live_N, other=0).to(tl.int64)
+        at_N = (page_N * page_size + key_N % page_size) * heads + head
         even_k, odd_k = _values(k_codes, k_scales, at_N, live_N, SIZE, TILE_N)
         score = tl.dot(even_q, tl.trans(even_k))
         score = tl.dot(odd_q, tl.trans(odd_k), score) * score_scale_M[:, None]

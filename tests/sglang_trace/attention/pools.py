@@ -32,10 +32,12 @@ def random_kv(
     row_of = torch.randperm(rows, generator=generator)[: len(lengths)]
     table[row_of] = order.view(len(lengths), most)
 
+    values = torch.Generator(DEVICE).manual_seed(seed)
+
     def stored(scale: float) -> tuple[Tensor, Tensor]:
-        x = torch.randn(pages * page_size, heads, size, generator=generator)
-        found = quantize_nvfp4(x, torch.tensor(scale))
-        return pack_nibbles(found.codes_u8).to(DEVICE), found.scales_u8.to(DEVICE)
+        x = torch.randn(pages * page_size, heads, size, generator=values, device=DEVICE)
+        found = quantize_nvfp4(x, torch.tensor(scale, device=DEVICE))
+        return pack_nibbles(found.codes_u8), found.scales_u8
 
     return PagedKV(
         *stored(k_scale),
