@@ -17,7 +17,7 @@ from sglang_trace.attention.build import load
 
 HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
-MAX_BATCH = 1024
+MAX_LAUNCH = 512  # requests of a launch; a larger batch takes several
 _WARPS = 8  # of a CTA
 _WARP_PARTS = 16  # partial results that a warp of `merge` reads at once
 
@@ -68,8 +68,8 @@ class PagedDecode:
 
     Allocates its workspace once: 4 bytes times D + 2 for every query head of every partial result,
     of which there are at most CTAs + ``max_batch``. A call launches two kernels on the current
-    stream, waits for nothing and allocates nothing, so it can be captured in a CUDA graph; lengths
-    and pages are read when the graph is replayed.
+    stream (two for every MAX_LAUNCH requests), waits for nothing and allocates nothing, so it can
+    be captured in a CUDA graph; lengths and pages are read when the graph is replayed.
     """
 
     def __init__(
@@ -82,13 +82,14 @@ class PagedDecode:
         device: torch.device | str,
         tuning: Tuning | None = None,
     ) -> None:
-        """Compile for a shape and allocate for batches of up to ``max_batch`` requests.
+        """Compile for a shape and allocate for ``max_batch`` requests at once, or MAX_LAUNCH.
 
         Raises:
             ValueError: the kernel does not take the shape.
             KernelBuildError: it cannot be compiled here.
         """
-        check_shape(num_q_heads, num_kv_heads, head_dim, max_batch)
+        check_shape(num_q_heads, num_kv_heads, head_dim)
+        max_batch = min(max_batch, MAX_LAUNCH)
         group = num_q_heads // num_kv_heads
         chosen = tuning or Tuning.of(head_dim, group)
         self._max_batch = max_batch
@@ -156,11 +157,9 @@ class PagedDecode:
             sm_scale: factor of the scores before the softmax.
             out_BHD: bfloat16 [B, HQ, D].
         """
-        batch = len(q_BHD)
         num_q_heads, num_kv_heads, head_dim = self._heads
-        assert batch <= self._max_batch
         assert q_BHD.dtype == out_BHD.dtype == torch.bfloat16
-        assert q_BHD.shape == out_BHD.shape == (batch, num_q_heads, head_dim)
+        assert q_BHD.shape == out_BHD.shape == (len(rows_B), num_q_heads, head_dim)
         assert q_BHD.stride()[1:] == out_BHD.stride()[1:] == (head_dim, 1)
         for codes, scales in ((k_codes_PHd, k_scales_PHb), (v_codes_PHd, v_scales_PHb)):
             assert codes.is_contiguous()
@@ -171,40 +170,39 @@ class PagedDecode:
         assert table_RT.dtype == torch.int32
         assert table_RT.stride(1) == 1
         assert page_size & (page_size - 1) == 0
-        if batch == 0:
-            return out_BHD
-        arguments = _Arguments(
-            q=q_BHD.data_ptr(),
-            k_codes=k_codes_PHd.data_ptr(),
-            k_scales=k_scales_PHb.data_ptr(),
-            v_codes=v_codes_PHd.data_ptr(),
-            v_scales=v_scales_PHb.data_ptr(),
-            table=table_RT.data_ptr(),
-            rows=rows_B.data_ptr(),
-            lengths=lengths_B.data_ptr(),
-            partial=self._partial.data_ptr(),
-            sums=self._sums.data_ptr(),
-            starts=self._starts.data_ptr(),
-            out=out_BHD.data_ptr(),
-            table_stride=table_RT.stride(0),
-            q_stride=q_BHD.stride(0),
-            out_stride=out_BHD.stride(0),
-            batch=batch,
-            kv_heads=num_kv_heads,
-            page_shift=page_size.bit_length() - 1,
-            rows_are_long=_is_long(rows_B),
-            lengths_are_long=_is_long(lengths_B),
-            ctas=self._ctas,
-            merge_warps=self._merge_warps(batch),
-            score_scale=k_scale * sm_scale * math.log2(math.e),
-            value_scale=v_scale,
-        )
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        self._check(
-            self._library.paged_decode(
-                ctypes.byref(arguments), self._max_batch, ctypes.c_void_p(stream)
+        rows_are_long, lengths_are_long = _is_long(rows_B), _is_long(lengths_B)
+        for first in range(0, len(q_BHD), self._max_batch):
+            own = slice(first, first + self._max_batch)
+            batch = len(q_BHD[own])
+            arguments = _Arguments(
+                q=q_BHD[own].data_ptr(),
+                k_codes=k_codes_PHd.data_ptr(),
+                k_scales=k_scales_PHb.data_ptr(),
+                v_codes=v_codes_PHd.data_ptr(),
+                v_scales=v_scales_PHb.data_ptr(),
+                table=table_RT.data_ptr(),
+                rows=rows_B[own].data_ptr(),
+                lengths=lengths_B[own].data_ptr(),
+                partial=self._partial.data_ptr(),
+                sums=self._sums.data_ptr(),
+                starts=self._starts.data_ptr(),
+                out=out_BHD[own].data_ptr(),
+                table_stride=table_RT.stride(0),
+                q_stride=q_BHD.stride(0),
+                out_stride=out_BHD.stride(0),
+                batch=batch,
+                kv_heads=num_kv_heads,
+                page_shift=page_size.bit_length() - 1,
+                rows_are_long=rows_are_long,
+                lengths_are_long=lengths_are_long,
+                ctas=self._ctas,
+                merge_warps=self._merge_warps(batch),
+                score_scale=k_scale * sm_scale * math.log2(math.e),
+                value_scale=v_scale,
             )
-        )
+            launch = self._library.paged_decode
+            self._check(launch(ctypes.byref(arguments), self._max_batch, ctypes.c_void_p(stream)))
         return out_BHD
 
     def _merge_warps(self, batch: int) -> int:
@@ -217,7 +215,7 @@ class PagedDecode:
             raise RuntimeError(f"the FP4 decode kernel was not launched: CUDA error {code}")
 
 
-def check_shape(num_q_heads: int, num_kv_heads: int, head_dim: int, max_batch: int) -> None:
+def check_shape(num_q_heads: int, num_kv_heads: int, head_dim: int) -> None:
     """Check what the kernel takes.
 
     Raises:
@@ -229,10 +227,6 @@ def check_shape(num_q_heads: int, num_kv_heads: int, head_dim: int, max_batch: i
         raise ValueError(
             f"FP4 decode attention takes 1 to {MAX_GROUP} query heads a KV head, "
             f"not {num_q_heads} on {num_kv_heads}"
-        )
-    if not 1 <= max_batch <= MAX_BATCH:
-        raise ValueError(
-            f"FP4 decode attention takes batches of up to {MAX_BATCH} requests, not {max_batch}"
         )
 
 
