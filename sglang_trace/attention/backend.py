@@ -74,11 +74,13 @@ class TraceFp4Backend(AttentionBackend):  # type: ignore[misc]
         """
         super().__init__()
         self._sizes = check_model(model_runner)
-        self._pool = model_runner.token_to_kv_pool
-        self._scales = self._pool.quant_method
-        self._table_RC: Tensor = model_runner.req_to_token_pool.req_to_token
+        # SGLang's models and forward context ask the backend for the pools, by these names.
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self._scales = self.token_to_kv_pool.quant_method
+        self._table_RC: Tensor = self.req_to_token_pool.req_to_token
         self._device = model_runner.device
-        self._max_batch = int(model_runner.req_to_token_pool.size)
+        self._max_batch = int(self.req_to_token_pool.size)
         self._decode = make_decode(self._sizes, self._max_batch, self._device)
         self._batch: Batch | None = None
         self._chunks: Chunks | None = None
@@ -211,10 +213,10 @@ class TraceFp4Backend(AttentionBackend):  # type: ignore[misc]
                 f"Layer {layer.layer_id} attends in a way that {ATTENTION_BACKEND} does not "
                 f"compute ({missing}): choose another --attention-backend and a BF16 KV cache."
             )
-        self._pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
 
     def _stored(self, layer: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        k, v, k_scales, v_scales = self._pool.get_raw_kv_buffer(layer.layer_id)
+        k, v, k_scales, v_scales = self.token_to_kv_pool.get_raw_kv_buffer(layer.layer_id)
         return k, k_scales.view(torch.uint8), v, v_scales.view(torch.uint8)
 
 
