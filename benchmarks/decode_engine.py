@@ -159,6 +159,8 @@ class Engine:
         batch = Batch(self.runner, size, context, self.tokens_to_come)
         for _ in range(WARM_UP):
             batch.step()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
         clock = Clock(self.device)
         clock.mark()
         for _ in range(self.steps):
