@@ -2,7 +2,12 @@
 
 Every ratio is measured in one run, bridge and peer taking turns at the same bytes, so that both see
 the same machine; the median of the rounds counts. The bridge runs as an engine finds it: its own
-process, acknowledgements and checksums on.
+process, acknowledgements and checksums on. Its peer in a fetch is a PUSH socket of plain pyzmq that
+holds the very frames of the bridge's answers in memory and sends each of them once a round, and a
+PULL socket that throws them away; the bridge's client also checks them and joins them to tensors.
+
+Cost a row is CPU time of the daemon, in windows of equal work: a daemon that holds more and more
+takes turns with one that is kept at 10^4 rows, so that what the machine does to one it does to both.
 """
 
 from __future__ import annotations
@@ -15,10 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
+from itertools import chain
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,16 +34,25 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from benchmarks.bridge_peers import BarePipe, cpu_seconds, resident_bytes, write_and_sync
+from benchmarks.bridge_peers import (
+    BarePipe,
+    cpu_seconds,
+    replies,
+    resident_bytes,
+    write_and_sync,
+)
 from bridge import embedded
 from bridge.client import TraceClient
 from bridge.layout import ModelShape, Part, RecordLayout, Site, deeper_half
 from bridge.producer import RecordProducer
-from bridge.wire import Fetch, FetchReply, Rows, encode
+from bridge.wire import Rows, encode
 
 MOST_ROWS = 256  # of one message: a forward pass of a full decode batch, if 4 MiB hold it
 MIB = 1 << 20
-_WINDOWS = 15
+_WINDOWS = 15  # of a cost per row
+_WINDOW = 6400  # rows
+_LENGTH = 100  # of a trajectory
+_TOGETHER = 32  # trajectories that are decoded together
 
 QWEN_35B = ModelShape(40, 2048, 512, 256, 8, 2, 256, tuple(range(40)), tuple(range(3, 40, 4)))
 QWEN_30B = ModelShape(48, 2048, 768, 128, 8, 4, 128, tuple(range(48)), tuple(range(48)))
@@ -147,7 +163,7 @@ def ratios(name: str, load: Load, ours: Sides, peer: Sides, **more: Any) -> dict
 def ingest_memory(load: Load, rounds: int) -> dict[str, Any]:
     """Ingest into memory that earlier steps have used, against PUSH and PULL of the same frames."""
     message = Rows.of("engine", Part.FORWARD, np.arange(load.batch), load.payload, "0")
-    pipe = BarePipe(encode(message, 0), to_child=True)
+    pipe, frames = BarePipe(), encode(message, 0)
     ours, peer = Sides(), Sides()
     with served(load, keep=1, memory_limit="4GiB") as (pid, engine, trainer):
         for turn in range(rounds + 2):
@@ -155,7 +171,7 @@ def ingest_memory(load: Load, rounds: int) -> dict[str, Any]:
             with ours.measured(pid):
                 send(engine, load, turn)
             with peer.measured(pipe.pid):
-                pipe.move(load.messages)
+                pipe.push(frames, load.messages)
     pipe.close()
     first_fill = peer.seconds[0] / ours.seconds[0]
     return ratios("ingest to memory", load, ours.after(2), peer.after(2), first_fill=first_fill)
@@ -179,7 +195,7 @@ def ingest_disk(load: Load, rounds: int, folder: Path) -> dict[str, Any]:
     return ratios("ingest to disk", load, ours.after(1), peer.after(1), mib_per_sync=per_sync)
 
 
-def fetch_memory(load: Load, rounds: int) -> list[dict[str, Any]]:
+def fetch_memory(load: Load, rounds: int) -> Iterator[dict[str, Any]]:
     """Fetch from memory, against PUSH and PULL of the same frames.
 
     A decoded trajectory has one row in every message, a prompt has whole messages.
@@ -188,7 +204,6 @@ def fetch_memory(load: Load, rounds: int) -> list[dict[str, Any]]:
         "decoded": np.arange(load.messages) * load.batch,
         "prompt": np.arange(load.messages),
     }
-    measured = []
     with served(load, memory_limit="4GiB") as (pid, engine, trainer):
         send(engine, load, 0)
         for kind, rows in rows_of.items():
@@ -197,56 +212,96 @@ def fetch_memory(load: Load, rounds: int) -> list[dict[str, Any]]:
                 own = rows + number * (1 if kind == "decoded" else load.messages)
                 engine.send_trajectory(name, 0, range(load.messages), own, "finished")
             engine.flush()
-            page = trainer._ask(Fetch(names[0]), FetchReply)
-            frames = encode(page, 0)
-            sizes = sum(len(frame) for frame in frames)
-            pipe = BarePipe(frames, to_child=False)
+            pipe = BarePipe(partial(replies, trainer.endpoint, names))
             ours, peer = Sides(), Sides()
             for _ in range(rounds + 1):
                 with ours.measured(pid):
                     for _ in trainer.fetch_all(names):
                         pass
                 with peer.measured(pipe.pid):
-                    pipe.move(load.rows * load.payload.shape[1] // sizes)
+                    pipe.pull()
             pipe.close()
-            measured.append(ratios(f"fetch {kind}", load, ours.after(1), peer.after(1)))
-    return measured
+            yield ratios(f"fetch {kind}", load, ours.after(1), peer.after(1))
 
 
-def flat_cost(most: int) -> list[dict[str, Any]]:
-    """CPU of the daemon per row while it holds more and more rows, over windows of equal size."""
+def flat_cost(most: int) -> Iterator[dict[str, Any]]:
+    """CPU of the daemon per row while it holds more and more rows, and of one that holds few.
+
+    The first result compares two that hold few: its ratios differ from 1 by what the method errs.
+    """
+    with cost_side(few=True) as few:
+        with cost_side(few=True) as other:
+            yield _compared(other, few)
+        with cost_side(few=False) as many:
+            for target in [10**power for power in range(5, 8) if 10**power <= most]:
+                many.growth.to(target - (_WINDOWS + 1) * _WINDOW)
+                yield _compared(many, few)
+
+
+def _compared(side: CostSide, few: CostSide) -> dict[str, Any]:
+    """Measure both in turns, after a window that does not count."""
+    turns = [(side.ingest(), few.ingest()) for _ in range(_WINDOWS + 1)][1:]
+    fetches = [(side.fetch(), few.fetch()) for _ in range(_WINDOWS + 1)][1:]
+    scattered = [side.fetch(scattered=True) for _ in range(_WINDOWS)]
+    few_fetch = statistics.median(peer for _, peer in fetches)
+    return {
+        "measure": "cost per row",
+        "rows_held": side.growth.held - side.growth.given_up,
+        "ingest_us_per_row": statistics.median(own for own, _ in turns) * 1e6,
+        "ingest_over_10^4": statistics.median(own / peer for own, peer in turns),
+        "fetch_us_per_row": statistics.median(own for own, _ in fetches) * 1e6,
+        "fetch_over_10^4": statistics.median(own / peer for own, peer in fetches),
+        "scattered_fetch_over_10^4": statistics.median(scattered) / few_fetch,
+        "index_bytes_per_row": side.trainer.stats().index_bytes
+        / (side.growth.held - side.growth.given_up),
+    }
+
+
+@contextmanager
+def cost_side(few: bool) -> Iterator[CostSide]:
+    """A bridge whose cost a row is measured; with ``few`` it gives up all but the last rows."""
     layout = RecordLayout(SMALL, (0,), (Site.FC1,))
-    payload = np.zeros((32, layout.row_bytes(Part.FORWARD)), dtype=np.uint8)
-    window, length = 6400, 100
-    measured: list[dict[str, Any]] = []
-    with served(Load("", layout, payload, 0), memory_limit="6GiB") as (pid, engine, trainer):
-        growth = Growth(engine, payload, length)
-        growth.to(window)
-        for target in [10**power for power in range(4, 8) if 10**power <= most]:
-            ingest, fetch = [], []
-            growth.to(target - window)
-            for _ in range(_WINDOWS if target > 10**4 else 1):
-                began, before = growth.held, cpu_seconds(pid)
-                growth.to(began + window)
-                ingest.append((cpu_seconds(pid) - before) / (growth.held - began))
-            # Each fetch reads other trajectories, from all that are held.
-            for turn in range(_WINDOWS):
-                step = max(1, len(growth.names) // 64)
-                names = growth.names[turn % step :: step][:64]
-                before = cpu_seconds(pid)
-                for _ in trainer.fetch_all(names):
-                    pass
-                fetch.append((cpu_seconds(pid) - before) / (len(names) * length))
-            measured.append(
-                {
-                    "measure": "cost per row",
-                    "rows_held": growth.held,
-                    "ingest_us_per_row": statistics.median(ingest) * 1e6,
-                    "fetch_us_per_row": statistics.median(fetch) * 1e6,
-                    "index_bytes_per_row": trainer.stats().index_bytes / growth.held,
-                }
-            )
-    return measured
+    payload = np.zeros((_TOGETHER, layout.row_bytes(Part.FORWARD)), dtype=np.uint8)
+    options = {"keep": 2} if few else {}
+    with served(Load("", layout, payload, 0), memory_limit="6GiB", **options) as served_:
+        pid, engine, trainer = served_
+        side = CostSide(pid, trainer, Growth(engine, payload, _LENGTH), few)
+        side.growth.to(_WINDOW)
+        yield side
+
+
+@dataclass
+class CostSide:
+    """A daemon and what it holds; every call is a window of equal work: CPU seconds a row."""
+
+    pid: int
+    trainer: TraceClient
+    growth: Growth
+    few: bool
+    step: int = 0
+    rng: np.random.Generator = field(default_factory=partial(np.random.default_rng, 0))
+
+    def ingest(self) -> float:
+        if self.few:
+            self.step += 1
+            self.trainer.begin_step(self.step)
+            self.growth.give_up(_WINDOW)
+        before = cpu_seconds(self.pid)
+        self.growth.to(self.growth.held + _WINDOW)
+        return (cpu_seconds(self.pid) - before) / _WINDOW
+
+    def fetch(self, scattered: bool = False) -> float:
+        """Read a window's rows: trajectories that were decoded together, or here and there one."""
+        names, count = self.growth.names, _WINDOW // _LENGTH
+        if scattered:
+            chosen = self.rng.choice(len(names), min(count, len(names)), replace=False).tolist()
+        else:
+            first = _TOGETHER * int(self.rng.integers((len(names) - count) // _TOGETHER + 1))
+            chosen = list(range(first, first + count))
+        before = cpu_seconds(self.pid)
+        for _ in self.trainer.fetch_all([names[number] for number in chosen]):
+            pass
+        return (cpu_seconds(self.pid) - before) / (len(chosen) * _LENGTH)
 
 
 class Growth:
@@ -257,6 +312,7 @@ class Growth:
         self._payload = payload
         self._length = length
         self.held = 0
+        self.given_up = 0
         self.names: list[str] = []
 
     def to(self, target: int) -> None:
@@ -269,6 +325,11 @@ class Growth:
             if self.held % (batch * self._length) == 0:
                 self._finish(self.held - batch * self._length)
         self._engine.flush()
+
+    def give_up(self, kept: int) -> None:
+        """Note that the bridge holds only so many of the rows any more."""
+        self.given_up = self.held - kept
+        self.names = self.names[-(kept // self._length) :]
 
     def _finish(self, first: int) -> None:
         batch = len(self._payload)
@@ -321,7 +382,7 @@ def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main(
     out: Annotated[Path, typer.Option(help="Where to write the JSON.")] = Path(
-        "benchmarks/results/cpu/bridge.json"
+        "benchmarks/results/cpu/bridge_throughput.json"
     ),
     folder: Annotated[
         Path | None, typer.Option(help="Disk to measure on; default: that of temporary files.")
@@ -331,27 +392,26 @@ def main(
     most_rows: Annotated[int, typer.Option(help="Rows held at the end of cost per row.")] = 10**7,
     only: Annotated[str, typer.Option(help="Measure only this: memory, disk, fetch, ...")] = "",
 ) -> None:
-    """Measures ingest, fetch, cost per row and memory of the bridge; writes JSON."""
+    """Measures ingest, fetch, cost per row and memory of the bridge; writes JSON as it goes."""
     shapes = loads(round_mib * MIB)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         work = Path(name)
-        measures = {
-            "memory": lambda: [ingest_memory(load, rounds) for load in shapes],
-            "disk": lambda: [ingest_disk(load, rounds, work) for load in shapes],
-            "fetch": lambda: [
-                row for load in loads(2 * round_mib * MIB, 64) for row in fetch_memory(load, rounds)
-            ],
+        measures: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
+            "memory": lambda: (ingest_memory(load, rounds) for load in shapes),
+            "disk": lambda: (ingest_disk(load, rounds, work) for load in shapes),
+            "fetch": lambda: chain.from_iterable(
+                fetch_memory(load, rounds) for load in loads(2 * round_mib * MIB, 64)
+            ),
             "flat": lambda: flat_cost(most_rows),
             "resident": lambda: [resident(shapes[0], work, 1024)],
         }
         rows: list[dict[str, Any]] = []
+        out.parent.mkdir(parents=True, exist_ok=True)
         for key, measure in measures.items():
-            if only in ("", key):
-                rows += measure()
-                print(json.dumps(rows[-1]), file=sys.stderr)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result(rows), indent=1) + "\n")
-    print(out.read_text())
+            for row in measure() if only in ("", key) else ():
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+                out.write_text(json.dumps(result(rows), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,11 +6,14 @@ from collections import defaultdict, deque
 
 import zmq
 
+from bridge.daemon.fetching import MAX_PAGE_BYTES
+from bridge.daemon.gather import PIECE_BYTES
 from bridge.wire import Message, encode
+from bridge.wire.envelope import Buffer
 
 _TRACKED_BYTES = 64 << 10
 # Large frames that may wait for one peer: four pages of two, and a client asks for three at a time.
-_MOST_FRAMES = 8
+_MOST_FRAMES = 32
 
 
 class Outbox:
@@ -22,15 +25,14 @@ class Outbox:
 
     def send(self, peer: bytes, message: Message, seq: int) -> None:
         """Queue an answer; large frames are not copied, and their memory is free once sent."""
-        frames: list[zmq.Frame | bytes | memoryview] = [peer]
+        part: Buffer | zmq.Frame = peer
         for frame in encode(message, seq):
-            if memoryview(frame).nbytes < _TRACKED_BYTES:
-                frames.append(frame)
-            else:
-                tracked = zmq.Frame(frame, track=True, copy=False)
-                frames.append(tracked)
-                self._unsent[peer].append(tracked.tracker)
-        self._socket.send_multipart(frames, copy=False)
+            self._socket.send(part, zmq.SNDMORE, copy=False)
+            part = frame
+            if memoryview(frame).nbytes >= _TRACKED_BYTES:
+                part = zmq.Frame(frame, track=True, copy=False)
+                self._unsent[peer].append(part.tracker)
+        self._socket.send(part, copy=False)
 
     def has_room(self, peer: bytes) -> bool:
         """Whether another page may be queued for the peer."""

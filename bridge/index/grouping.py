@@ -10,9 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def groups(keys_N: NDArray[Any]) -> Iterator[tuple[int, NDArray[np.intp]]]:
-    """Yield (key, the indices that hold it) for every distinct key of an integer array [N]."""
+def groups(keys_N: NDArray[Any]) -> Iterator[tuple[int, slice | NDArray[np.intp]]]:
+    """Yield (key, what to index to get its items) for every distinct key of an integer array [N].
+
+    Keys ascend. Mostly there is one: to see that takes no sorting, and to get all items no copy.
+    """
     if len(keys_N) == 0:
+        return
+    if bool((keys_N == keys_N[0]).all()):
+        yield int(keys_N[0]), slice(None)
         return
     order = np.argsort(keys_N, kind="stable")
     sorted_keys = keys_N[order]
