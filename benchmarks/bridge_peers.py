@@ -24,9 +24,9 @@ Frames = list[Buffer]
 class BarePipe:
     """PUSH in one process, PULL in another, over loopback TCP without copies and without checks.
 
-    Without ``held`` this process sends, what it likes. Otherwise the other process calls it for the
-    messages that it holds from then on, and sends all of them, each once: they come out of its memory
-    as records do, where one message again and again would come out of a cache.
+    Without ``held`` this process sends. Otherwise the other process calls it for the messages that
+    it holds from then on, and sends all of them, each once: they come out of its memory as records
+    do, where one message again and again would come out of a cache.
     """
 
     def __init__(self, held: Callable[[], list[Frames]] | None = None) -> None:
@@ -67,9 +67,7 @@ class BarePipe:
         self._context.destroy(linger=0)
 
 
-def _other_end(
-    pipe: Connection, endpoint: str, source: Callable[[], list[Frames]] | None
-) -> None:
+def _other_end(pipe: Connection, endpoint: str, source: Callable[[], list[Frames]] | None) -> None:
     context = zmq.Context()
     socket = context.socket(zmq.PULL if source is None else zmq.PUSH)
     socket.setsockopt(zmq.RCVHWM if source is None else zmq.SNDHWM, QUEUE)

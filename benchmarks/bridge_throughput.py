@@ -7,7 +7,8 @@ holds the very frames of the bridge's answers in memory and sends each of them o
 PULL socket that throws them away; the bridge's client also checks them and joins them to tensors.
 
 Cost a row is CPU time of the daemon, in windows of equal work: a daemon that holds more and more
-takes turns with one that is kept at 10^4 rows, so that what the machine does to one it does to both.
+rows takes turns with new ones that hold about 10^4, so that what the machine does to one it does to
+both.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from itertools import chain
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,10 +50,11 @@ from bridge.wire import Rows, encode
 
 MOST_ROWS = 256  # of one message: a forward pass of a full decode batch, if 4 MiB hold it
 MIB = 1 << 20
-_WINDOWS = 15  # of a cost per row
-_WINDOW = 6400  # rows
-_LENGTH = 100  # of a trajectory
+_LENGTH = 100  # tokens of a trajectory whose cost a row is measured
 _TOGETHER = 32  # trajectories that are decoded together
+_WINDOW = _LENGTH * _TOGETHER  # rows
+_WINDOWS = 5
+_FRESH = 3  # new daemons, each measured in so many windows
 
 QWEN_35B = ModelShape(40, 2048, 512, 256, 8, 2, 256, tuple(range(40)), tuple(range(3, 40, 4)))
 QWEN_30B = ModelShape(48, 2048, 768, 128, 8, 4, 128, tuple(range(48)), tuple(range(48)))
@@ -225,47 +227,48 @@ def fetch_memory(load: Load, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def flat_cost(most: int) -> Iterator[dict[str, Any]]:
-    """CPU of the daemon per row while it holds more and more rows, and of one that holds few.
+    """CPU of the daemon per row while it holds more and more rows, over that of new daemons.
 
-    The first result compares two that hold few: its ratios differ from 1 by what the method errs.
+    The first result compares new daemons with each other: what differs from 1 there is noise.
     """
-    with cost_side(few=True) as few:
-        with cost_side(few=True) as other:
-            yield _compared(other, few)
-        with cost_side(few=False) as many:
-            for target in [10**power for power in range(5, 8) if 10**power <= most]:
-                many.growth.to(target - (_WINDOWS + 1) * _WINDOW)
-                yield _compared(many, few)
+    yield _compared(None)
+    with cost_side() as grown:
+        for target in [10**power for power in range(5, 8) if 10**power <= most]:
+            grown.growth.to(target - _FRESH * (_WINDOWS + 1) * _WINDOW)
+            yield _compared(grown)
 
 
-def _compared(side: CostSide, few: CostSide) -> dict[str, Any]:
-    """Measure both in turns, after a window that does not count."""
-    turns = [(side.ingest(), few.ingest()) for _ in range(_WINDOWS + 1)][1:]
-    fetches = [(side.fetch(), few.fetch()) for _ in range(_WINDOWS + 1)][1:]
-    scattered = [side.fetch(scattered=True) for _ in range(_WINDOWS)]
-    few_fetch = statistics.median(peer for _, peer in fetches)
+def _compared(grown: CostSide | None) -> dict[str, Any]:
+    """Measure in turns with some new daemons, after a window that does not count."""
+    ingest: list[tuple[float, float]] = []
+    fetch: list[tuple[float, float]] = []
+    scattered: list[tuple[float, float]] = []
+    for _ in range(_FRESH):
+        with cost_side() as few, nullcontext(grown) if grown else cost_side() as side:
+            turns = range(_WINDOWS + 1)
+            ingest += [(side.ingest(), few.ingest()) for _ in turns][1:]
+            fetch += [(side.fetch(), few.fetch()) for _ in turns][1:]
+            scattered += [(side.fetch(scattered=True), few.fetch(scattered=True)) for _ in turns]
+            held, index_bytes = side.growth.held, side.trainer.stats().index_bytes
     return {
         "measure": "cost per row",
-        "rows_held": side.growth.held - side.growth.given_up,
-        "ingest_us_per_row": statistics.median(own for own, _ in turns) * 1e6,
-        "ingest_over_10^4": statistics.median(own / peer for own, peer in turns),
-        "fetch_us_per_row": statistics.median(own for own, _ in fetches) * 1e6,
-        "fetch_over_10^4": statistics.median(own / peer for own, peer in fetches),
-        "scattered_fetch_over_10^4": statistics.median(scattered) / few_fetch,
-        "index_bytes_per_row": side.trainer.stats().index_bytes
-        / (side.growth.held - side.growth.given_up),
+        "rows_held": held,
+        "ingest_us_per_row": statistics.median(own for own, _ in ingest) * 1e6,
+        "fetch_us_per_row": statistics.median(own for own, _ in fetch) * 1e6,
+        "ingest_over_few": statistics.median(own / new for own, new in ingest),
+        "fetch_over_few": statistics.median(own / new for own, new in fetch),
+        "scattered_fetch_over_few": statistics.median(own / new for own, new in scattered),
+        "index_bytes_per_row": index_bytes / held,
     }
 
 
 @contextmanager
-def cost_side(few: bool) -> Iterator[CostSide]:
-    """A bridge whose cost a row is measured; with ``few`` it gives up all but the last rows."""
+def cost_side() -> Iterator[CostSide]:
+    """A bridge whose cost a row is measured, from a window's rows on."""
     layout = RecordLayout(SMALL, (0,), (Site.FC1,))
     payload = np.zeros((_TOGETHER, layout.row_bytes(Part.FORWARD)), dtype=np.uint8)
-    options = {"keep": 2} if few else {}
-    with served(Load("", layout, payload, 0), memory_limit="6GiB", **options) as served_:
-        pid, engine, trainer = served_
-        side = CostSide(pid, trainer, Growth(engine, payload, _LENGTH), few)
+    with served(Load("", layout, payload, 0), memory_limit="6GiB") as (pid, engine, trainer):
+        side = CostSide(pid, trainer, Growth(engine, payload, _LENGTH))
         side.growth.to(_WINDOW)
         yield side
 
@@ -277,31 +280,25 @@ class CostSide:
     pid: int
     trainer: TraceClient
     growth: Growth
-    few: bool
-    step: int = 0
     rng: np.random.Generator = field(default_factory=partial(np.random.default_rng, 0))
 
     def ingest(self) -> float:
-        if self.few:
-            self.step += 1
-            self.trainer.begin_step(self.step)
-            self.growth.give_up(_WINDOW)
         before = cpu_seconds(self.pid)
         self.growth.to(self.growth.held + _WINDOW)
         return (cpu_seconds(self.pid) - before) / _WINDOW
 
     def fetch(self, scattered: bool = False) -> float:
-        """Read a window's rows: trajectories that were decoded together, or here and there one."""
-        names, count = self.growth.names, _WINDOW // _LENGTH
+        """Read as many rows: trajectories that were decoded together, or one here and one there."""
+        names = self.growth.names
         if scattered:
-            chosen = self.rng.choice(len(names), min(count, len(names)), replace=False).tolist()
+            numbers = self.rng.choice(len(names), _TOGETHER, replace=False).tolist()
         else:
-            first = _TOGETHER * int(self.rng.integers((len(names) - count) // _TOGETHER + 1))
-            chosen = list(range(first, first + count))
+            first = _TOGETHER * int(self.rng.integers(len(names) // _TOGETHER))
+            numbers = list(range(first, first + _TOGETHER))
         before = cpu_seconds(self.pid)
-        for _ in self.trainer.fetch_all([names[number] for number in chosen]):
+        for _ in self.trainer.fetch_all([names[number] for number in numbers]):
             pass
-        return (cpu_seconds(self.pid) - before) / (len(chosen) * _LENGTH)
+        return (cpu_seconds(self.pid) - before) / _WINDOW
 
 
 class Growth:
@@ -312,7 +309,6 @@ class Growth:
         self._payload = payload
         self._length = length
         self.held = 0
-        self.given_up = 0
         self.names: list[str] = []
 
     def to(self, target: int) -> None:
@@ -325,11 +321,6 @@ class Growth:
             if self.held % (batch * self._length) == 0:
                 self._finish(self.held - batch * self._length)
         self._engine.flush()
-
-    def give_up(self, kept: int) -> None:
-        """Note that the bridge holds only so many of the rows any more."""
-        self.given_up = self.held - kept
-        self.names = self.names[-(kept // self._length) :]
 
     def _finish(self, first: int) -> None:
         batch = len(self._payload)

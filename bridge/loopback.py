@@ -1,8 +1,8 @@
 """Socket buffers for two processes of one machine.
 
 Linux lets a TCP buffer grow with the traffic, to several MiB, which a network needs to be full. On
-loopback nothing is on its way: what waits in a large buffer only leaves the caches of the CPU before
-it is read. Of a network socket the buffers are left alone.
+loopback nothing is on its way: what waits in a large buffer only leaves the caches of the CPU
+before it is read. The buffers of a network socket are left alone.
 """
 
 from __future__ import annotations

@@ -59,10 +59,9 @@ class Paging:
             while at < end:
                 piece = self.connection.reply(seq, PageRows, self.end)
                 after = at + len(piece.valid)
-                if (piece.part, piece.begin) != (part, at) or after > end:
-                    raise CorruptMessage("rows arrived that are not next in their page; fetch again")
-                if piece.rows.shape[1] != row_bytes:
-                    raise CorruptMessage("rows arrived that are not of their page; fetch again")
+                next_ones = (piece.part, piece.begin) == (part, at) and after <= end
+                if not next_ones or piece.rows.shape[1] != row_bytes:
+                    raise CorruptMessage("rows arrived that are not next in a page; fetch again")
                 yield piece
                 at = after
 

@@ -4,8 +4,8 @@ Rows that follow each other in a block are read as one run: a prompt is a few ru
 token's row stands alone among those of the other requests of its forward pass. What the runs point
 to is joined in one call, which costs little more than the bytes do.
 
-Shapes: N = rows asked for, P = those of one piece, V = those of them that are intact, R = bytes of a
-full row, S = bytes of its selected columns.
+Shapes: N = rows asked for, P = those of one piece, V = those of them that are intact, S = bytes of
+the selected columns of a row, C = rows of a run.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A piece is small enough to stay in the caches of a CPU on its way from the bridge's memory through
 the socket to the reader's.
 
-Shapes: T = positions of a page, P = positions of a piece, V = those of them that have a row, W = bytes
-of a row of the part in the page's layout.
+Shapes: T = positions of a page, P = positions of a piece, V = those of them that have a row, W =
+bytes of a row of the part in the page's layout.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class FetchReply:
 class PageRows:
     """Rows of one part for P positions of a page, from its position ``begin`` on.
 
-    ``valid`` is bool [P]; ``rows`` is uint8 [V, W], those of the valid positions one after the other:
-    what is missing takes no bytes.
+    ``valid`` is bool [P]; ``rows`` is uint8 [V, W], those of the valid positions one after the
+    other: what is missing takes no bytes.
     """
 
     KIND: ClassVar[str] = "page_rows"
