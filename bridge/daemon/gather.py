@@ -18,6 +18,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from bridge.index.grouping import stretches
 from bridge.observe.logs import Event, event
 from bridge.store import Held, Reader, Run, Store, Wanted
 from bridge.store.row_sums import row_is_intact
@@ -59,8 +60,7 @@ class Gather:
         step = max(1, PIECE_BYTES // selected)
         begins = range(0, len(places_N), step)
         valid_N = places_N["block"] >= 0
-        runs = _runs(places_N, valid_N, step)
-        bounds = np.searchsorted([run[2] for run in runs], [*begins, len(places_N)]).tolist()
+        runs, bounds = _runs(places_N, valid_N, begins)
         with self._store.reader(Wanted(row_bytes, runs)) as read:
             for begin, (first, end) in zip(begins, pairwise(bounds), strict=True):
                 rows = self._intact(read, row_bytes, runs[first:end], valid_N)
@@ -78,8 +78,9 @@ class Gather:
             held = read(block)
             if held is not None:
                 begin = (first - held.first_row) * row_bytes
-                view = held.payload[begin : begin + count * row_bytes]
-                if view.nbytes == count * row_bytes:
+                end = begin + count * row_bytes
+                view = held.payload[begin:end]
+                if len(view) == end - begin:
                     if held.sums is None:
                         rows.append(view)
                     else:
@@ -112,20 +113,23 @@ class Gather:
             )
 
 
-def _runs(places_N: NDArray[np.void], held_N: NDArray[np.bool_], step: int) -> list[Run]:
-    """Return the runs of held rows: (block, first offset, index of the first row, rows).
+def _runs(
+    places_N: NDArray[np.void], held_N: NDArray[np.bool_], begins: range
+) -> tuple[list[Run], list[int]]:
+    """Return the runs of held rows, none of which crosses the begin of a piece, and their bounds.
 
-    None crosses a multiple of ``step``.
+    The runs of piece i are those from bounds[i] to bounds[i + 1].
     """
     blocks, offsets = places_N["block"], places_N["offset"]
-    breaks_N = np.ones(len(places_N), dtype=np.bool_)
+    breaks_N = np.empty(len(places_N), dtype=np.bool_)
     breaks_N[1:] = (blocks[1:] != blocks[:-1]) | (offsets[1:] != offsets[:-1] + np.uint32(1))
-    breaks_N[::step] = True
-    starts = np.flatnonzero(breaks_N)
-    counts = np.diff(starts, append=len(places_N))
+    breaks_N[:: begins.step] = True
+    starts, counts = stretches(breaks_N)
     held = held_N[starts]
-    runs = (blocks[starts], offsets[starts], starts, counts)
-    return list(zip(*(column[held].tolist() for column in runs), strict=True))
+    starts = starts[held]
+    columns = (blocks[starts], offsets[starts], starts, counts[held])
+    bounds: list[int] = starts.searchsorted([*begins, len(places_N)]).tolist()
+    return list(zip(*(column.tolist() for column in columns), strict=True)), bounds
 
 
 def _cut(

@@ -1,4 +1,4 @@
-"""Walk an array by equal keys."""
+"""Walk an array by equal keys or by stretches."""
 
 from __future__ import annotations
 
@@ -26,3 +26,13 @@ def groups(keys_N: NDArray[Any]) -> Iterator[tuple[int, slice | NDArray[np.intp]
     bounds = [0, *starts.tolist(), len(order)]
     for begin, end in pairwise(bounds):
         yield int(sorted_keys[begin]), order[begin:end]
+
+
+def stretches(begins_N: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return (first index, length) of the stretches that begin where [N] says; at 0 one does."""
+    begins_N[:1] = True
+    firsts = np.flatnonzero(begins_N)
+    lengths = np.empty_like(firsts)
+    lengths[:-1] = firsts[1:] - firsts[:-1]
+    lengths[-1:] = len(begins_N) - firsts[-1:]
+    return firsts, lengths

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.index.grouping import groups
+from bridge.index.grouping import groups, stretches
 
 PLACE = np.dtype([("block", "<i4"), ("offset", "<u4")])
 
@@ -22,6 +22,7 @@ _PAGE_ROWS = 1 << _PAGE_BITS
 _SLAB_BITS = 10
 _SLAB_PAGES = 1 << _SLAB_BITS
 _FEW_PAGES = 32
+_NO_PAGE = -1
 _ABSENT = np.array((-1, 0), dtype=PLACE)
 
 
@@ -56,10 +57,11 @@ class RowMap:
     def find(self, rows_N: NDArray[np.int64]) -> NDArray[np.void]:
         """Return PLACE [N]; ``block`` is -1 for rows that never arrived and for row -1."""
         numbers_N = rows_N >> _PAGE_BITS
-        heads = np.concatenate(([0], np.flatnonzero(numbers_N[1:] != numbers_N[:-1]) + 1))
-        numbers = numbers_N[heads[: len(rows_N)]].tolist()
-        pages = np.array([self._page_at.get(number, -1) for number in numbers], dtype=np.int64)
-        pages_N = np.repeat(pages, np.diff(heads[: len(pages)], append=len(rows_N)))
+        breaks_N = np.empty(len(rows_N), dtype=np.bool_)
+        breaks_N[1:] = numbers_N[1:] != numbers_N[:-1]
+        firsts, lengths = stretches(breaks_N)
+        pages = [self._page_at.get(number, _NO_PAGE) for number in numbers_N[firsts].tolist()]
+        pages_N = np.array(pages, dtype=np.int64).repeat(lengths)
         slots_N = rows_N & (_PAGE_ROWS - 1)
         places_N = absent_places(len(rows_N))
         for slab, at in groups(pages_N >> _SLAB_BITS):
