@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
+from functools import lru_cache, partial
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -357,18 +358,23 @@ def resident(load: Load, folder: Path, limit_mib: int) -> dict[str, Any]:
 
 
 def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     return {
         "name": "bridge_throughput",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit,
+        "commit": _commit(),
         "command": " ".join(["python", "-m", "benchmarks.bridge_throughput", *sys.argv[1:]]),
         "device": f"{platform.machine()} CPU",
         "versions": {name: version(name) for name in ("pyzmq", "lmdb", "numpy", "xxhash")},
         "rows": rows,
     }
+
+
+@lru_cache(maxsize=1)
+def _commit() -> str:
+    if shutil.which("git") is None:
+        return ""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def main(

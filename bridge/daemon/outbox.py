@@ -12,8 +12,8 @@ from bridge.wire import Message, encode
 from bridge.wire.envelope import Buffer
 
 _TRACKED_BYTES = 64 << 10
-# Large frames that may wait for one peer: four pages, and a client asks for three at a time.
-_MOST_FRAMES = 4 * MAX_PAGE_BYTES // PIECE_BYTES
+# Large frames that may wait for one peer when another page is read for it: about two pages.
+_MOST_FRAMES = 2 * MAX_PAGE_BYTES // PIECE_BYTES
 
 
 class Outbox:
