@@ -2,8 +2,8 @@
 
 Rows that follow each other in a block are read as one run: a prompt is a few runs, while a decoded
 token's row stands alone among those of the other requests of its forward pass. What the runs point
-to is joined in one call, which costs little more than the bytes do. To send long runs as they lie in
-memory costs no less: their checksum then reads them first, and the socket reads them from afar.
+to is joined in one call, which costs little more than the bytes do. To send long runs as they lie
+in memory costs no less: their checksum then reads them first, and the socket reads them from afar.
 
 Shapes: N = rows asked for, P = those of one piece, V = those of them that are intact, S = bytes of
 the selected columns of a row, C = rows of a run.
