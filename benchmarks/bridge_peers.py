@@ -4,52 +4,61 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import zmq
 
+from bridge.connection import Connection as BridgeConnection
+from bridge.paging import Paging
+from bridge.wire import Fetch, FetchReply, encode
 from bridge.wire.envelope import Buffer
 
 QUEUE = 16  # messages, as in the bridge
-HELD_BYTES = 256 << 20  # a sender of records has them in memory, not one of them in its cache
+Frames = list[Buffer]
 
 
 class BarePipe:
-    """PUSH in one process, PULL in another, over loopback TCP without copies and without checks."""
+    """PUSH in one process, PULL in another, over loopback TCP without copies and without checks.
 
-    def __init__(self, frames: Sequence[Buffer], *, to_child: bool) -> None:
-        self._frames = frames
-        self._to_child = to_child
+    Without ``held`` this process sends. Otherwise the other process calls it for the messages that
+    it holds from then on, and sends all of them, each once: they come out of its memory as records
+    do, where one message again and again would come out of a cache.
+    """
+
+    def __init__(self, held: Callable[[], list[Frames]] | None = None) -> None:
         self._here, there = multiprocessing.Pipe()
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PUSH if to_child else zmq.PULL)
-        self._socket.setsockopt(zmq.SNDHWM if to_child else zmq.RCVHWM, QUEUE)
+        self._socket = self._context.socket(zmq.PUSH if held is None else zmq.PULL)
+        self._socket.setsockopt(zmq.SNDHWM if held is None else zmq.RCVHWM, QUEUE)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        sent = [] if to_child else [bytes(frame) for frame in frames]
         self._process = multiprocessing.get_context("spawn").Process(
-            target=_other_end, args=(there, f"tcp://127.0.0.1:{port}", sent), daemon=True
+            target=_other_end, args=(there, f"tcp://127.0.0.1:{port}", held), daemon=True
         )
         self._process.start()
         there.close()  # so that the end of the other process is noticed
-        self._here.recv()
+        self.messages: int = self._here.recv()
 
     @property
     def pid(self) -> int | None:
         """The other process."""
         return self._process.pid
 
-    def move(self, messages: int) -> None:
-        """Move so many messages of the frames and return when the last has arrived."""
+    def push(self, frames: Sequence[Buffer], messages: int) -> None:
+        """Send a message so many times and return when the last has arrived."""
         self._here.send(messages)
         for _ in range(messages):
-            if self._to_child:
-                self._socket.send_multipart(self._frames, copy=False)
-            else:
-                self._socket.recv_multipart(copy=False)
-        if self._to_child:
-            self._here.recv()
+            self._socket.send_multipart(frames, copy=False)
+        self._here.recv()
+
+    def pull(self) -> None:
+        """Receive all messages that the other process holds."""
+        self._here.send(self.messages)
+        for _ in range(self.messages):
+            self._socket.recv_multipart(copy=False)
 
     def close(self) -> None:
         """End the other process."""
@@ -58,24 +67,38 @@ class BarePipe:
         self._context.destroy(linger=0)
 
 
-def _other_end(pipe: Connection, endpoint: str, frames: Sequence[bytes]) -> None:
+def _other_end(pipe: Connection, endpoint: str, source: Callable[[], list[Frames]] | None) -> None:
     context = zmq.Context()
-    socket = context.socket(zmq.PUSH if frames else zmq.PULL)
-    socket.setsockopt(zmq.SNDHWM if frames else zmq.RCVHWM, QUEUE)
+    socket = context.socket(zmq.PULL if source is None else zmq.PUSH)
+    socket.setsockopt(zmq.RCVHWM if source is None else zmq.SNDHWM, QUEUE)
     socket.connect(endpoint)
-    nbytes = sum(len(frame) for frame in frames)
-    copies = 1 + HELD_BYTES // nbytes if frames else 0
-    held = [[bytearray(frame) for frame in frames] for _ in range(copies)]
-    pipe.send("ready")
+    held = [] if source is None else source()
+    pipe.send(len(held))
     while messages := pipe.recv():
-        for number in range(messages):
-            if frames:
-                socket.send_multipart(held[number % len(held)], copy=False)
-            else:
+        for frames in held:
+            socket.send_multipart(frames, copy=False)
+        if source is None:
+            for _ in range(messages):
                 socket.recv_multipart(copy=False)
-        if not frames:
             pipe.send("received")
     context.destroy()
+
+
+def replies(endpoint: str, names: Sequence[str]) -> list[Frames]:
+    """Return the messages with which a bridge answers a fetch of whole trajectories."""
+    messages: list[Frames] = []
+    with closing(BridgeConnection(endpoint)) as connection:
+        paging = Paging(connection, time.monotonic() + 600)
+        for name in names:
+            at, end = 0, 1
+            while at < end:
+                seq = connection.say(Fetch(name, at))
+                head = connection.reply(seq, FetchReply, paging.end)
+                messages.append(encode(head, seq))
+                messages += [encode(rows, seq) for rows in paging.rows(head, seq)]
+                connection.forget([seq])
+                at, end = at + len(head.tokens), head.length
+    return messages
 
 
 def write_and_sync(file: Path, payload: Buffer, times: int, syncs: int) -> None:

@@ -2,7 +2,13 @@
 
 Every ratio is measured in one run, bridge and peer taking turns at the same bytes, so that both see
 the same machine; the median of the rounds counts. The bridge runs as an engine finds it: its own
-process, acknowledgements and checksums on.
+process, acknowledgements and checksums on. Its peer in a fetch is a PUSH socket of plain pyzmq that
+holds the very frames of the bridge's answers in memory and sends each of them once a round, and a
+PULL socket that throws them away; the bridge's client also checks them and joins them to tensors.
+
+Cost a row is CPU time of the daemon, in windows of equal work: a daemon that holds more and more
+rows takes turns with new ones that hold about 10^4, so that what the machine does to one it does to
+both.
 """
 
 from __future__ import annotations
@@ -10,16 +16,19 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import lru_cache, partial
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,17 +36,27 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from benchmarks.bridge_peers import BarePipe, cpu_seconds, resident_bytes, write_and_sync
+from benchmarks.bridge_peers import (
+    BarePipe,
+    cpu_seconds,
+    replies,
+    resident_bytes,
+    write_and_sync,
+)
 from bridge import embedded
 from bridge.client import TraceClient
 from bridge.cost import PUBLISHED
 from bridge.layout import ModelShape, Part, RecordLayout, Site, deeper_half
 from bridge.producer import RecordProducer
-from bridge.wire import Fetch, FetchReply, Rows, encode
+from bridge.wire import Rows, encode
 
 MOST_ROWS = 256  # of one message: a forward pass of a full decode batch, if 4 MiB hold it
 MIB = 1 << 20
-_WINDOWS = 15
+_LENGTH = 100  # tokens of a trajectory whose cost a row is measured
+_TOGETHER = 32  # trajectories that are decoded together
+_WINDOW = _LENGTH * _TOGETHER  # rows
+_WINDOWS = 5
+_FRESH = 3  # new daemons, each measured in so many windows
 
 SMALL = ModelShape(1, 256, 128, 8, 4, 1, 16, (0,), (0,))
 LAYOUTS = {
@@ -148,7 +167,7 @@ def ratios(name: str, load: Load, ours: Sides, peer: Sides, **more: Any) -> dict
 def ingest_memory(load: Load, rounds: int) -> dict[str, Any]:
     """Ingest into memory that earlier steps have used, against PUSH and PULL of the same frames."""
     message = Rows.of("engine", Part.FORWARD, np.arange(load.batch), load.payload, "0")
-    pipe = BarePipe(encode(message, 0), to_child=True)
+    pipe, frames = BarePipe(), encode(message, 0)
     ours, peer = Sides(), Sides()
     with served(load, keep=1, memory_limit="4GiB") as (pid, engine, trainer):
         for turn in range(rounds + 2):
@@ -156,7 +175,7 @@ def ingest_memory(load: Load, rounds: int) -> dict[str, Any]:
             with ours.measured(pid):
                 send(engine, load, turn)
             with peer.measured(pipe.pid):
-                pipe.move(load.messages)
+                pipe.push(frames, load.messages)
     pipe.close()
     first_fill = peer.seconds[0] / ours.seconds[0]
     return ratios("ingest to memory", load, ours.after(2), peer.after(2), first_fill=first_fill)
@@ -180,7 +199,7 @@ def ingest_disk(load: Load, rounds: int, folder: Path) -> dict[str, Any]:
     return ratios("ingest to disk", load, ours.after(1), peer.after(1), mib_per_sync=per_sync)
 
 
-def fetch_memory(load: Load, rounds: int) -> list[dict[str, Any]]:
+def fetch_memory(load: Load, rounds: int) -> Iterator[dict[str, Any]]:
     """Fetch from memory, against PUSH and PULL of the same frames.
 
     A decoded trajectory has one row in every message, a prompt has whole messages.
@@ -189,7 +208,6 @@ def fetch_memory(load: Load, rounds: int) -> list[dict[str, Any]]:
         "decoded": np.arange(load.messages) * load.batch,
         "prompt": np.arange(load.messages),
     }
-    measured = []
     with served(load, memory_limit="4GiB") as (pid, engine, trainer):
         send(engine, load, 0)
         for kind, rows in rows_of.items():
@@ -198,56 +216,91 @@ def fetch_memory(load: Load, rounds: int) -> list[dict[str, Any]]:
                 own = rows + number * (1 if kind == "decoded" else load.messages)
                 engine.send_trajectory(name, 0, range(load.messages), own, "finished")
             engine.flush()
-            page = trainer._ask(Fetch(names[0]), FetchReply)
-            frames = encode(page, 0)
-            sizes = sum(len(frame) for frame in frames)
-            pipe = BarePipe(frames, to_child=False)
+            pipe = BarePipe(partial(replies, trainer.endpoint, names))
             ours, peer = Sides(), Sides()
             for _ in range(rounds + 1):
                 with ours.measured(pid):
                     for _ in trainer.fetch_all(names):
                         pass
                 with peer.measured(pipe.pid):
-                    pipe.move(load.rows * load.payload.shape[1] // sizes)
+                    pipe.pull()
             pipe.close()
-            measured.append(ratios(f"fetch {kind}", load, ours.after(1), peer.after(1)))
-    return measured
+            yield ratios(f"fetch {kind}", load, ours.after(1), peer.after(1))
 
 
-def flat_cost(most: int) -> list[dict[str, Any]]:
-    """CPU of the daemon per row while it holds more and more rows, over windows of equal size."""
+def flat_cost(most: int) -> Iterator[dict[str, Any]]:
+    """CPU of the daemon per row while it holds more and more rows, over that of new daemons.
+
+    The first result compares new daemons with each other: what differs from 1 there is noise.
+    """
+    yield _compared(None)
+    with cost_side() as grown:
+        for target in [10**power for power in range(5, 8) if 10**power <= most]:
+            grown.growth.to(target - _FRESH * (_WINDOWS + 1) * _WINDOW)
+            yield _compared(grown)
+
+
+def _compared(grown: CostSide | None) -> dict[str, Any]:
+    """Measure in turns with some new daemons, after a window that does not count."""
+    ingest: list[tuple[float, float]] = []
+    fetch: list[tuple[float, float]] = []
+    scattered: list[tuple[float, float]] = []
+    for _ in range(_FRESH):
+        with cost_side() as few, nullcontext(grown) if grown else cost_side() as side:
+            turns = range(_WINDOWS + 1)
+            ingest += [(side.ingest(), few.ingest()) for _ in turns][1:]
+            fetch += [(side.fetch(), few.fetch()) for _ in turns][1:]
+            scattered += [(side.fetch(scattered=True), few.fetch(scattered=True)) for _ in turns]
+            held, index_bytes = side.growth.held, side.trainer.stats().index_bytes
+    return {
+        "measure": "cost per row",
+        "rows_held": held,
+        "ingest_us_per_row": statistics.median(own for own, _ in ingest) * 1e6,
+        "fetch_us_per_row": statistics.median(own for own, _ in fetch) * 1e6,
+        "ingest_over_few": statistics.median(own / new for own, new in ingest),
+        "fetch_over_few": statistics.median(own / new for own, new in fetch),
+        "scattered_fetch_over_few": statistics.median(own / new for own, new in scattered),
+        "index_bytes_per_row": index_bytes / held,
+    }
+
+
+@contextmanager
+def cost_side() -> Iterator[CostSide]:
+    """A bridge whose cost a row is measured, from a window's rows on."""
     layout = RecordLayout(SMALL, (0,), (Site.FC1,))
-    payload = np.zeros((32, layout.row_bytes(Part.FORWARD)), dtype=np.uint8)
-    window, length = 6400, 100
-    measured: list[dict[str, Any]] = []
+    payload = np.zeros((_TOGETHER, layout.row_bytes(Part.FORWARD)), dtype=np.uint8)
     with served(Load("", layout, payload, 0), memory_limit="6GiB") as (pid, engine, trainer):
-        growth = Growth(engine, payload, length)
-        growth.to(window)
-        for target in [10**power for power in range(4, 8) if 10**power <= most]:
-            ingest, fetch = [], []
-            growth.to(target - window)
-            for _ in range(_WINDOWS if target > 10**4 else 1):
-                began, before = growth.held, cpu_seconds(pid)
-                growth.to(began + window)
-                ingest.append((cpu_seconds(pid) - before) / (growth.held - began))
-            # Each fetch reads other trajectories, from all that are held.
-            for turn in range(_WINDOWS):
-                step = max(1, len(growth.names) // 64)
-                names = growth.names[turn % step :: step][:64]
-                before = cpu_seconds(pid)
-                for _ in trainer.fetch_all(names):
-                    pass
-                fetch.append((cpu_seconds(pid) - before) / (len(names) * length))
-            measured.append(
-                {
-                    "measure": "cost per row",
-                    "rows_held": growth.held,
-                    "ingest_us_per_row": statistics.median(ingest) * 1e6,
-                    "fetch_us_per_row": statistics.median(fetch) * 1e6,
-                    "index_bytes_per_row": trainer.stats().index_bytes / growth.held,
-                }
-            )
-    return measured
+        side = CostSide(pid, trainer, Growth(engine, payload, _LENGTH))
+        side.growth.to(_WINDOW)
+        yield side
+
+
+@dataclass
+class CostSide:
+    """A daemon and what it holds; every call is a window of equal work: CPU seconds a row."""
+
+    pid: int
+    trainer: TraceClient
+    growth: Growth
+    rng: np.random.Generator = field(default_factory=partial(np.random.default_rng, 0))
+
+    def ingest(self) -> float:
+        before = cpu_seconds(self.pid)
+        self.growth.to(self.growth.held + _WINDOW)
+        return (cpu_seconds(self.pid) - before) / _WINDOW
+
+    def fetch(self, scattered: bool = False) -> float:
+        """Read as many rows: trajectories that were decoded together, or one here and one there."""
+        names = self.growth.names
+        if scattered:
+            numbers = self.rng.choice(len(names), _TOGETHER, replace=False).tolist()
+        else:
+            first = _TOGETHER * int(self.rng.integers(len(names) // _TOGETHER))
+            numbers = list(range(first, first + _TOGETHER))
+        before = cpu_seconds(self.pid)
+        for _ in self.trainer.fetch_all([names[number] for number in numbers]):
+            pass
+        return (cpu_seconds(self.pid) - before) / _WINDOW
 
 
 class Growth:
@@ -306,13 +359,10 @@ def resident(load: Load, folder: Path, limit_mib: int) -> dict[str, Any]:
 
 
 def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     return {
         "name": "bridge_throughput",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit,
+        "commit": _commit(),
         "command": " ".join(["python", "-m", "benchmarks.bridge_throughput", *sys.argv[1:]]),
         "device": f"{platform.machine()} CPU",
         "versions": {name: version(name) for name in ("pyzmq", "lmdb", "numpy", "xxhash")},
@@ -320,9 +370,17 @@ def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+@lru_cache(maxsize=1)
+def _commit() -> str:
+    if shutil.which("git") is None:
+        return ""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def main(
     out: Annotated[Path, typer.Option(help="Where to write the JSON.")] = Path(
-        "benchmarks/results/cpu/bridge.json"
+        "benchmarks/results/cpu/bridge_throughput.json"
     ),
     folder: Annotated[
         Path | None, typer.Option(help="Disk to measure on; default: that of temporary files.")
@@ -332,27 +390,26 @@ def main(
     most_rows: Annotated[int, typer.Option(help="Rows held at the end of cost per row.")] = 10**7,
     only: Annotated[str, typer.Option(help="Measure only this: memory, disk, fetch, ...")] = "",
 ) -> None:
-    """Measures ingest, fetch, cost per row and memory of the bridge; writes JSON."""
+    """Measures ingest, fetch, cost per row and memory of the bridge; writes JSON as it goes."""
     shapes = loads(round_mib * MIB)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         work = Path(name)
-        measures = {
-            "memory": lambda: [ingest_memory(load, rounds) for load in shapes],
-            "disk": lambda: [ingest_disk(load, rounds, work) for load in shapes],
-            "fetch": lambda: [
-                row for load in loads(2 * round_mib * MIB, 64) for row in fetch_memory(load, rounds)
-            ],
+        measures: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
+            "memory": lambda: (ingest_memory(load, rounds) for load in shapes),
+            "disk": lambda: (ingest_disk(load, rounds, work) for load in shapes),
+            "fetch": lambda: chain.from_iterable(
+                fetch_memory(load, rounds) for load in loads(2 * round_mib * MIB, 64)
+            ),
             "flat": lambda: flat_cost(most_rows),
             "resident": lambda: [resident(shapes[0], work, 1024)],
         }
         rows: list[dict[str, Any]] = []
+        out.parent.mkdir(parents=True, exist_ok=True)
         for key, measure in measures.items():
-            if only in ("", key):
-                rows += measure()
-                print(json.dumps(rows[-1]), file=sys.stderr)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result(rows), indent=1) + "\n")
-    print(out.read_text())
+            for row in measure() if only in ("", key) else ():
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+                out.write_text(json.dumps(result(rows), indent=1) + "\n")
 
 
 if __name__ == "__main__":

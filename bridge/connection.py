@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ import zmq
 
 from bridge.dialer import Dialer
 from bridge.errors import BridgeUnreachable, CorruptMessage
+from bridge.receiving import received
 from bridge.refusal import exception
 from bridge.wire import Error, Message, decode, encode
 
@@ -25,18 +27,18 @@ class Connection:
         self._context = zmq.Context()
         self._socket = self._dialer.dial(self._context)
         self._next_seq = 0
-        self._due: dict[int, Message | None] = {}
+        self._due: dict[int, deque[Message]] = {}
 
     def say(self, question: Message) -> int:
         """Send a question; return the number under which its reply is asked for."""
         seq = self._next_seq
         self._next_seq += 1
-        self._due[seq] = None
+        self._due[seq] = deque()
         self._socket.send_multipart(encode(question, seq), copy=False)
         return seq
 
     def reply(self, seq: int, kind: type[Reply], end: float) -> Reply:
-        """Wait for the reply to a question.
+        """Wait for the next message of the reply to a question, which is due until `forget`.
 
         Raises:
             BridgeUnreachable: there is none at ``end``.
@@ -50,11 +52,15 @@ class Connection:
         return reply
 
     def ask(self, question: Message, kind: type[Reply], end: float) -> Reply:
-        """Send a question and wait for its reply; raises like `reply`."""
-        return self.reply(self.say(question), kind, end)
+        """Send a question and wait for its reply of one message; raises like `reply`."""
+        seq = self.say(question)
+        try:
+            return self.reply(seq, kind, end)
+        finally:
+            self.forget([seq])
 
     def forget(self, seqs: Iterable[int]) -> None:
-        """Give up questions: their replies are thrown away when they come."""
+        """Be done with questions: what still comes in reply is thrown away."""
         for seq in seqs:
             self._due.pop(seq, None)
 
@@ -63,21 +69,23 @@ class Connection:
         self._context.destroy(linger=0)
 
     def _receive(self, seq: int, end: float) -> Message:
-        """Return the reply to ``seq``, keeping those to other questions that come before it."""
-        while (found := self._due[seq]) is None:
-            if not self._socket.poll(max(0, int((end - time.monotonic()) * 1000))):
+        """Return what answers ``seq`` next, keeping what answers others and comes before it."""
+        found = self._due[seq]
+        while not found:
+            self._socket.rcvtimeo = max(0, int((end - time.monotonic()) * 1000))
+            try:
+                frames = received(self._socket)
+            except zmq.Again:
                 self._start_anew()
                 raise BridgeUnreachable(
                     f"no bridge answers at {self._dialer.endpoint}; {self._dialer.remedy()}"
-                )
-            frames = self._socket.recv_multipart(copy=False)
+                ) from None
             message, answered = decode([frame.buffer for frame in frames])
             if isinstance(message, Error) and answered < 0:
                 answered = seq  # the bridge could not read the number of what it refuses
             if answered in self._due:
-                self._due[answered] = message
-        del self._due[seq]
-        return found
+                self._due[answered].append(message)
+        return found.popleft()
 
     def _start_anew(self) -> None:
         self._due.clear()

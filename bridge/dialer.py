@@ -9,6 +9,7 @@ from pathlib import Path
 import zmq
 
 from bridge.keys import ClientKeys
+from bridge.loopback import bound_buffers
 from bridge.wire import MAX_FRAME_BYTES
 
 # Which of them a side sees that expects keys of one that has none depends on who hangs up first.
@@ -72,6 +73,7 @@ class Dialer:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         if "[" in self.endpoint:
             socket.setsockopt(zmq.IPV6, 1)
+        bound_buffers(socket, self.endpoint)
         if self._keys is not None:
             self._keys.secure(socket)
         return socket

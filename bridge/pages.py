@@ -1,12 +1,14 @@
 """Join the pages of one trajectory into tensors, each byte copied once.
 
-Shapes: T = positions asked for, P = positions of a page.
+Shapes: T = positions asked for, P = positions of a piece of a page, V = those of them that have a
+row, W = bytes of a row.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,42 +16,51 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bridge.errors import CorruptMessage, TraceError
+from bridge.layout import Part
 from bridge.records import TrajectoryRecords
-from bridge.wire import FetchReply
+from bridge.wire import FetchReply, PageRows
 
 # Token, two flags and two table indices.
 _POSITION_BYTES = 14
 
 
-def join(pages: Iterator[FetchReply], stop: int | None) -> TrajectoryRecords:
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page as it arrives: what it is, and its rows, to be read once and to the end."""
+
+    head: FetchReply
+    rows: Iterator[PageRows]
+
+
+def join(pages: Iterator[Page], stop: int | None) -> TrajectoryRecords:
     """Return the records of consecutive pages (one at least) of one revision of a trajectory.
 
-    The tensors are made for all positions when the first page is there, and every page is copied
+    The tensors are made for all positions when the first page begins, and every piece is copied
     while the next ones travel. ``stop`` is the fetch's.
 
     Raises:
         TraceError: they do not fit this machine's memory.
     """
-    first = next(pages)
+    page: Page | None = next(pages)
+    assert page is not None
+    first = page.head
     end = first.length if stop is None else min(stop, first.length)
     total = max(end - first.start, len(first.tokens))
     _require_memory(total, first)
     tokens = torch.empty(total, dtype=torch.int32)
-    forward = torch.empty(total, first.forward.shape[1], dtype=torch.uint8)
-    kv = torch.empty(total, first.kv.shape[1], dtype=torch.uint8)
-    forward_valid, kv_valid = (torch.empty(total, dtype=torch.bool) for _ in range(2))
+    parts = {part: _Part(total, first.layout.row_bytes(part)) for part in Part}
     versions, engines = _NameTable(total), _NameTable(total)
     at = 0
-    page: FetchReply | None = first
     while page is not None:
-        here = slice(at, at + len(page.tokens))
-        if here.stop > total or page.layout != first.layout:
+        head = page.head
+        here = slice(at, at + len(head.tokens))
+        if here.stop > total or head.layout != first.layout:
             raise CorruptMessage("a page is none of those that were asked for; fetch again")
-        tokens.numpy()[here] = page.tokens
-        forward.numpy()[here], kv.numpy()[here] = page.forward, page.kv
-        forward_valid.numpy()[here], kv_valid.numpy()[here] = page.forward_valid, page.kv_valid
-        versions.put(here, page.weight_versions, page.versions)
-        engines.put(here, page.engine_ids, page.engines)
+        tokens.numpy()[here] = head.tokens
+        versions.put(here, head.weight_versions, head.versions)
+        engines.put(here, head.engine_ids, head.engines)
+        for piece in page.rows:
+            parts[piece.part].put(at + piece.begin, piece.valid, piece.rows)
         at = here.stop
         page = next(pages, None)
     return TrajectoryRecords(
@@ -60,15 +71,36 @@ def join(pages: Iterator[FetchReply], stop: int | None) -> TrajectoryRecords:
         layout=first.layout,
         kv_scales=first.kv_scales,
         tokens=tokens,
-        forward=forward,
-        forward_valid=forward_valid,
-        kv=kv,
-        kv_valid=kv_valid,
+        forward=parts[Part.FORWARD].rows,
+        forward_valid=parts[Part.FORWARD].valid,
+        kv=parts[Part.KV].rows,
+        kv_valid=parts[Part.KV].valid,
         weight_versions=versions.names,
         weight_version_index=versions.index_T,
         engine_ids=engines.names,
         engine_index=engines.index_T,
     )
+
+
+class _Part:
+    """The rows of one part: uint8 [T, W] and bool [T], of which a position is put once."""
+
+    def __init__(self, total: int, row_bytes: int) -> None:
+        self._rows_TW = np.empty((total, row_bytes), dtype=np.uint8)
+        self._valid_T = np.zeros(total, dtype=np.bool_)
+        self.rows = torch.from_numpy(self._rows_TW)
+        self.valid = torch.from_numpy(self._valid_T)
+
+    def put(self, at: int, valid_P: NDArray[np.bool_], rows_VW: NDArray[np.uint8]) -> None:
+        here = slice(at, at + len(valid_P))
+        self._valid_T[here] = valid_P
+        count = len(rows_VW)
+        if valid_P[:count].all():  # none is missing, or the last ones are
+            self._rows_TW[at : at + count] = rows_VW
+            self._rows_TW[at + count : here.stop] = 0
+        else:
+            self._rows_TW[here][valid_P] = rows_VW
+            self._rows_TW[here][~valid_P] = 0
 
 
 def _require_memory(total: int, page: FetchReply) -> None:

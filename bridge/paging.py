@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from bridge.connection import Connection
-from bridge.errors import UnknownTrajectory
-from bridge.pages import join
+from bridge.errors import CorruptMessage, UnknownTrajectory
+from bridge.layout import Part
+from bridge.pages import Page, join
 from bridge.records import TrajectoryRecords
-from bridge.wire import Fetch, FetchReply
+from bridge.wire import Fetch, FetchReply, PageRows
 
 _PAGES_AHEAD = 3
-_TRAJECTORIES_AHEAD = 2
+_TRAJECTORIES_AHEAD = 3
 
 
 class _Changed(Exception):
@@ -50,6 +51,20 @@ class Paging:
         finally:
             self.connection.forget(seq for _, seq in asked)
 
+    def rows(self, page: FetchReply, seq: int) -> Iterator[PageRows]:
+        """Yield the rows of a page, part by part, as they arrive."""
+        for part in Part:
+            row_bytes = page.layout.row_bytes(part)
+            at, end = 0, len(page.tokens) if row_bytes else 0
+            while at < end:
+                piece = self.connection.reply(seq, PageRows, self.end)
+                after = at + len(piece.valid)
+                next_ones = (piece.part, piece.begin) == (part, at) and after <= end
+                if not next_ones or piece.rows.shape[1] != row_bytes:
+                    raise CorruptMessage("rows arrived that are not next in a page; fetch again")
+                yield piece
+                at = after
+
     def _one(self, fetch: Fetch, first: int) -> TrajectoryRecords:
         """Return the records of a fetch that was asked under ``first``."""
         while True:
@@ -58,27 +73,27 @@ class Paging:
             except _Changed:
                 first = self.connection.say(fetch)
 
-    def _pages(self, fetch: Fetch, seq: int) -> Iterator[FetchReply]:
+    def _pages(self, fetch: Fetch, seq: int) -> Iterator[Page]:
         """Yield the pages of one revision of a trajectory.
 
         Raises:
             _Changed: the trajectory was told anew meanwhile.
         """
-        first = self.connection.reply(seq, FetchReply, self.end)
-        stop = first.length if fetch.stop is None else min(fetch.stop, first.length)
-        step = len(first.tokens)
-        starts = iter(range(first.start + step, stop, max(1, step)))
-        asked: deque[int] = deque()
-        page = first
+        asked = deque([seq])
         try:
+            first = page = self.connection.reply(seq, FetchReply, self.end)
+            stop = first.length if fetch.stop is None else min(fetch.stop, first.length)
+            step = len(first.tokens)
+            starts = iter(range(first.start + step, stop, max(1, step)))
             while True:
-                for start in islice(starts, _PAGES_AHEAD - len(asked)):
+                for start in islice(starts, _PAGES_AHEAD + 1 - len(asked)):
                     wanted = replace(fetch, start=start, stop=min(stop, start + step))
                     asked.append(self.connection.say(wanted))
-                yield page
+                yield Page(page, self.rows(page, asked[0]))
+                self.connection.forget([asked.popleft()])
                 if not asked:
                     return
-                page = self.connection.reply(asked.popleft(), FetchReply, self.end)
+                page = self.connection.reply(asked[0], FetchReply, self.end)
                 if page.revision != first.revision:
                     raise _Changed
         finally:

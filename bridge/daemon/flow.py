@@ -8,7 +8,7 @@ from bridge.errors import TraceError
 from bridge.index import Told
 from bridge.layout import Part
 from bridge.observe.histogram import Durations
-from bridge.wire import Block, FetchReply
+from bridge.wire import Block, PageRows
 
 
 class Flow:
@@ -30,15 +30,10 @@ class Flow:
             self.rows_received[told.part] += len(told.rows)
             self.bytes_received[told.part] += len(told.rows) * told.row_bytes
 
-    def send(self, reply: FetchReply) -> None:
-        """Count the rows and record bytes of a page; missing rows have neither."""
-        for part, valid, rows in (
-            (Part.FORWARD, reply.forward_valid, reply.forward),
-            (Part.KV, reply.kv_valid, reply.kv),
-        ):
-            count = int(valid.sum())
-            self.rows_sent[part] += count
-            self.bytes_sent[part] += count * rows.shape[1]
+    def send(self, piece: PageRows) -> None:
+        """Count the rows and record bytes of a part of a page; missing rows have neither."""
+        self.rows_sent[piece.part] += len(piece.rows)
+        self.bytes_sent[piece.part] += piece.rows.nbytes
 
     def refuse(self, error: TraceError) -> None:
         """Count a message that is answered with an error."""

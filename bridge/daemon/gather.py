@@ -1,29 +1,44 @@
-"""Read scattered rows out of the store, each checked, into one array.
+"""Read scattered rows out of the store, each checked, into the bytes of one frame.
 
 Rows that follow each other in a block are read as one run: a prompt is a few runs, while a decoded
-token's row stands alone among those of the other requests of its forward pass.
+token's row stands alone among those of the other requests of its forward pass. What the runs point
+to is joined in one call, which costs little more than the bytes do. To send long runs as they lie
+in memory costs no less: their checksum then reads them first, and the socket reads them from afar.
 
-Shapes: N = rows asked for, R = bytes of a full row, S = bytes of its selected columns.
+Shapes: N = rows asked for, P = those of one piece, V = those of them that are intact, S = bytes of
+the selected columns of a row, C = rows of a run.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bridge.index.grouping import stretches
 from bridge.observe.logs import Event, event
-from bridge.store import Held, Run, Store, Wanted
+from bridge.store import Held, Reader, Run, Store, Wanted
 from bridge.store.row_sums import row_is_intact
 
 log = logging.getLogger(__name__)
 
-# A run of at least so many rows is copied by one strided numpy call, a shorter one row by row.
+# A frame of this size is written by one core and sent by another out of the caches between them.
+PIECE_BYTES = 2 << 20
+# A run of at least so many rows has its columns copied by numpy, a shorter one is cut row by row.
 _STRIDED_ROWS = 4
 
-_Copy = Callable[[memoryview, int, int, int], None]
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """P rows asked for from the one at ``begin`` on: bool [P], and the valid ones, uint8 [V, S]."""
+
+    begin: int
+    valid: NDArray[np.bool_]
+    rows: NDArray[np.uint8]
 
 
 class Gather:
@@ -33,89 +48,101 @@ class Gather:
         self._store = store
         self.corrupt_rows = 0
 
-    def rows(
+    def pieces(
         self, row_bytes: int, columns: Sequence[slice], places_N: NDArray[np.void]
-    ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-        """Return (uint8 [N, S], valid bool [N]); rows that are not valid are zero."""
+    ) -> Iterator[Piece]:
+        """Yield the rows at PLACE [N] in pieces of PIECE_BYTES at most, or of one row.
+
+        ``columns`` are those of a row of ``row_bytes`` to return; of none there are no pieces.
+        """
         selected = sum(column.stop - column.start for column in columns)
-        out_NS = np.empty((len(places_N), selected), dtype=np.uint8)
-        valid_N = np.zeros(len(places_N), dtype=np.bool_)
-        if out_NS.size == 0:
-            return out_NS, valid_N
-        copy = _copier(row_bytes, columns, out_NS)
-        runs = list(_runs(places_N))
-        with self._store.reader(Wanted(row_bytes, runs)) as read:
-            for block, first, at, count in runs:
-                held = read(block)
-                if held is None:
-                    continue
-                offset = first - held.first_row
-                if (offset + count) * row_bytes > held.payload.nbytes:
-                    continue
-                copy(held.payload, offset, at, count)
-                valid_N[at : at + count] = True
-                if held.sums is not None:
-                    self._check(held, row_bytes, block, offset, valid_N[at : at + count])
-        out_NS[~valid_N] = 0
-        return out_NS, valid_N
-
-    def _check(
-        self, held: Held, row_bytes: int, block: int, offset: int, valid_C: NDArray[np.bool_]
-    ) -> None:
-        """Mark the rows of a run that have no longer the bytes that the engine sent."""
-        assert held.sums is not None
-        expected = held.sums[offset : offset + len(valid_C)].tolist()
-        for index in range(len(valid_C)):
-            begin = (offset + index) * row_bytes
-            row = held.payload[begin : begin + row_bytes]
-            place = held.first_row + offset + index
-            if index >= len(expected) or not row_is_intact(block, place, row, expected[index]):
-                valid_C[index] = False
-                self.corrupt_rows += 1
-                log.warning(
-                    "row %d of entry %d fails its checksum",
-                    place,
-                    block,
-                    extra=event(Event.ROW_DAMAGED, entry=block, row=place),
-                )
-
-
-def _runs(places_N: NDArray[np.void]) -> Iterator[Run]:
-    """Yield (block, first offset, index of the first row, rows) of every run of held rows."""
-    blocks, offsets = places_N["block"], places_N["offset"].astype(np.int64)
-    breaks = (np.diff(blocks) != 0) | (np.diff(offsets) != 1)
-    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    counts = np.diff(starts, append=len(blocks))
-    held = blocks[starts] >= 0
-    starts, counts = starts[held], counts[held]
-    runs = (blocks[starts], offsets[starts], starts, counts)
-    return zip(*(column.tolist() for column in runs), strict=True)
-
-
-def _copier(row_bytes: int, columns: Sequence[slice], out_NS: NDArray[np.uint8]) -> _Copy:
-    """Return copy(payload, offset, at, count): rows from offset on to out_NS[at : at + count]."""
-    out = out_NS.reshape(-1).data
-    selected = out_NS.shape[1]
-
-    def copy_whole(payload: memoryview, offset: int, at: int, count: int) -> None:
-        source = payload[offset * row_bytes : (offset + count) * row_bytes]
-        out[at * row_bytes : (at + count) * row_bytes] = source
-
-    def copy_columns(payload: memoryview, offset: int, at: int, count: int) -> None:
-        if count >= _STRIDED_ROWS:
-            source = payload[offset * row_bytes : (offset + count) * row_bytes]
-            rows_CR = np.frombuffer(source, dtype=np.uint8).reshape(count, row_bytes)
-            begin = 0
-            for column in columns:
-                end = begin + column.stop - column.start
-                out_NS[at : at + count, begin:end] = rows_CR[:, column]
-                begin = end
+        if selected == 0:
             return
-        for index in range(count):
-            source_at, begin = (offset + index) * row_bytes, (at + index) * selected
-            for column in columns:
-                end = begin + column.stop - column.start
-                out[begin:end] = payload[source_at + column.start : source_at + column.stop]
-                begin = end
+        step = max(1, PIECE_BYTES // selected)
+        begins = range(0, len(places_N), step)
+        valid_N = places_N["block"] >= 0
+        runs, bounds = _runs(places_N, valid_N, begins)
+        with self._store.reader(Wanted(row_bytes, runs)) as read:
+            for begin, (first, end) in zip(begins, pairwise(bounds), strict=True):
+                rows = self._intact(read, row_bytes, runs[first:end], valid_N)
+                cut = rows if selected == row_bytes else _cut(rows, row_bytes, columns)
+                rows_VS = np.frombuffer(b"".join(cut), dtype=np.uint8).reshape(-1, selected)
+                yield Piece(begin, valid_N[begin : begin + step], rows_VS)
 
-    return copy_whole if selected == row_bytes else copy_columns
+    def _intact(
+        self, read: Reader, row_bytes: int, runs: Sequence[Run], valid_N: NDArray[np.bool_]
+    ) -> list[memoryview]:
+        """Return views of one or more rows that hold those of the runs; mark what is lost."""
+        rows: list[memoryview] = []
+        for run in runs:
+            block, first, at, count = run
+            held = read(block)
+            if held is not None:
+                begin = (first - held.first_row) * row_bytes
+                end = begin + count * row_bytes
+                view = held.payload[begin:end]
+                if len(view) == end - begin:
+                    if held.sums is None:
+                        rows.append(view)
+                    else:
+                        rows += self._checked(held, view, run, valid_N)
+                    continue
+            valid_N[at : at + count] = False
+        return rows
+
+    def _checked(
+        self, held: Held, view: memoryview, run: Run, valid_N: NDArray[np.bool_]
+    ) -> Iterator[memoryview]:
+        """Yield the rows of a run that have still the bytes that the engine sent."""
+        assert held.sums is not None
+        block, first, at, count = run
+        row_bytes = view.nbytes // count
+        begin = first - held.first_row
+        expected = held.sums[begin : begin + count].tolist()
+        for index in range(count):
+            row = view[index * row_bytes : (index + 1) * row_bytes]
+            if index < len(expected) and row_is_intact(block, first + index, row, expected[index]):
+                yield row
+                continue
+            valid_N[at + index] = False
+            self.corrupt_rows += 1
+            log.warning(
+                "row %d of entry %d fails its checksum",
+                first + index,
+                block,
+                extra=event(Event.ROW_DAMAGED, entry=block, row=first + index),
+            )
+
+
+def _runs(
+    places_N: NDArray[np.void], held_N: NDArray[np.bool_], begins: range
+) -> tuple[list[Run], list[int]]:
+    """Return the runs of held rows, none of which crosses the begin of a piece, and their bounds.
+
+    The runs of piece i are those from bounds[i] to bounds[i + 1].
+    """
+    blocks, offsets = places_N["block"], places_N["offset"]
+    breaks_N = np.empty(len(places_N), dtype=np.bool_)
+    breaks_N[1:] = (blocks[1:] != blocks[:-1]) | (offsets[1:] != offsets[:-1] + np.uint32(1))
+    breaks_N[:: begins.step] = True
+    starts, counts = stretches(breaks_N)
+    held = held_N[starts]
+    starts = starts[held]
+    columns = (blocks[starts], offsets[starts], starts, counts[held])
+    bounds: list[int] = starts.searchsorted([*begins, len(places_N)]).tolist()
+    return list(zip(*(column.tolist() for column in columns), strict=True)), bounds
+
+
+def _cut(
+    views: Iterable[memoryview], row_bytes: int, columns: Sequence[slice]
+) -> Iterator[memoryview]:
+    """Yield the bytes of some columns of rows, row by row, in pieces."""
+    for rows in views:
+        if rows.nbytes >= _STRIDED_ROWS * row_bytes:
+            rows_CR = np.frombuffer(rows, dtype=np.uint8).reshape(-1, row_bytes)
+            cut_CS = np.concatenate([rows_CR[:, column] for column in columns], axis=1)
+            yield cut_CS.reshape(-1).data
+            continue
+        for at in range(0, rows.nbytes, row_bytes):
+            for column in columns:
+                yield rows[at + column.start : at + column.stop]

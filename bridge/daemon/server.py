@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import zmq
 
@@ -21,8 +21,10 @@ from bridge.endpoint import EndpointInUse, Reach, checked_endpoint
 from bridge.errors import CorruptMessage, TraceError
 from bridge.index.recovery import recover
 from bridge.keys import BridgeKeys
+from bridge.loopback import bound_buffers
 from bridge.observe.logs import Event, event
 from bridge.observe.status import to_json
+from bridge.receiving import received
 from bridge.refusal import refusal
 from bridge.store import Store
 from bridge.wire import (
@@ -34,6 +36,7 @@ from bridge.wire import (
     Message,
     Observe,
     ObserveReply,
+    PageRows,
     Pin,
     Ping,
     Policy,
@@ -41,7 +44,7 @@ from bridge.wire import (
     Stats,
     decode,
 )
-from bridge.wire.envelope import MAX_FRAMES, NO_SEQ
+from bridge.wire.envelope import NO_SEQ
 
 log = logging.getLogger(__name__)
 
@@ -124,15 +127,15 @@ class Daemon:
         """Handle what has arrived, up to a bound, and commit it."""
         if self._guard is not None:
             self._guard.turn()
-        received = 0
+        nbytes = 0
         for _ in range(_TURN_MESSAGES):
             try:
-                peer, *frames = _received(self._socket)
+                peer, *frames = received(self._socket, zmq.NOBLOCK)
             except zmq.Again:
                 break
             self._handle(peer.bytes, [frame.buffer for frame in frames])
-            received += sum(len(frame) for frame in frames)
-            if received >= _TURN_BYTES:
+            nbytes += sum(len(frame) for frame in frames)
+            if nbytes >= _TURN_BYTES:
                 break
         self._ingest.commit()
 
@@ -155,7 +158,8 @@ class Daemon:
 
     def _answer(self, peer: bytes, message: Message, seq: int) -> None:
         try:
-            self._outbox.send(peer, self._reply(message), seq)
+            for reply in self._replies(message):
+                self._outbox.send(peer, reply, seq)
         except TraceError as error:
             self._refuse(peer, error, seq)
 
@@ -174,12 +178,17 @@ class Daemon:
             else:
                 self._waiting.append((peer, question, seq))
 
+    def _replies(self, message: Message) -> Iterator[Message]:
+        if not isinstance(message, Fetch):
+            yield self._reply(message)
+            return
+        for reply in self._fetching.answer(message):
+            if isinstance(reply, PageRows):
+                self._flow.send(reply)
+            yield reply
+
     def _reply(self, message: Message) -> Message:
         match message:
-            case Fetch():
-                page = self._fetching.answer(message)
-                self._flow.send(page)
-                return page
             case List():
                 return self._census.list(message)
             case Digests():
@@ -199,25 +208,10 @@ class Daemon:
         raise CorruptMessage(f"a {message.KIND} message is not for a daemon; send it to a client")
 
 
-def _received(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
-    """Return the peer and its message, of which no more frames are kept than tell that it is bad.
-
-    Raises:
-        zmq.Again: there is none.
-    """
-    frames = [socket.recv(zmq.NOBLOCK, copy=False)]
-    more = frames[0].more
-    while more:
-        frame = socket.recv(zmq.NOBLOCK, copy=False)
-        more = frame.more
-        if len(frames) <= MAX_FRAMES + 1:
-            frames.append(frame)
-    return frames
-
-
 def _listen(socket: zmq.Socket[bytes], endpoint: str) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
+    bound_buffers(socket, endpoint)
     if "[" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)
     try:

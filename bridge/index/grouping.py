@@ -1,4 +1,4 @@
-"""Walk an array by equal keys."""
+"""Walk an array by equal keys or by stretches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def groups(keys_N: NDArray[Any]) -> Iterator[tuple[int, NDArray[np.intp]]]:
-    """Yield (key, the indices that hold it) for every distinct key of an integer array [N]."""
+def groups(keys_N: NDArray[Any]) -> Iterator[tuple[int, slice | NDArray[np.intp]]]:
+    """Yield (key, what to index to get its items) for every distinct key of an integer array [N].
+
+    Keys ascend. Mostly there is one: to see that takes no sorting, and to get all items no copy.
+    """
     if len(keys_N) == 0:
+        return
+    if bool((keys_N == keys_N[0]).all()):
+        yield int(keys_N[0]), slice(None)
         return
     order = np.argsort(keys_N, kind="stable")
     sorted_keys = keys_N[order]
@@ -20,3 +26,13 @@ def groups(keys_N: NDArray[Any]) -> Iterator[tuple[int, NDArray[np.intp]]]:
     bounds = [0, *starts.tolist(), len(order)]
     for begin, end in pairwise(bounds):
         yield int(sorted_keys[begin]), order[begin:end]
+
+
+def stretches(begins_N: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return (first index, length) of the stretches that begin where [N] says; at 0 one does."""
+    begins_N[:1] = True
+    firsts = np.flatnonzero(begins_N)
+    lengths = np.empty_like(firsts)
+    lengths[:-1] = firsts[1:] - firsts[:-1]
+    lengths[-1:] = len(begins_N) - firsts[-1:]
+    return firsts, lengths

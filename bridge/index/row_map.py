@@ -13,6 +13,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from bridge.index.grouping import groups, stretches
+
 PLACE = np.dtype([("block", "<i4"), ("offset", "<u4")])
 
 _PAGE_BITS = 10
@@ -20,12 +22,15 @@ _PAGE_ROWS = 1 << _PAGE_BITS
 _SLAB_BITS = 10
 _SLAB_PAGES = 1 << _SLAB_BITS
 _FEW_PAGES = 32
+_NO_PAGE = -1
 _ABSENT = np.array((-1, 0), dtype=PLACE)
 
 
 def absent_places(count: int) -> NDArray[np.void]:
     """Return PLACE [count] of rows that are nowhere: block is -1."""
-    return np.full(count, _ABSENT)
+    places = np.zeros(count, dtype=PLACE)
+    places["block"] = -1
+    return places
 
 
 class RowMap:
@@ -51,15 +56,17 @@ class RowMap:
 
     def find(self, rows_N: NDArray[np.int64]) -> NDArray[np.void]:
         """Return PLACE [N]; ``block`` is -1 for rows that never arrived and for row -1."""
+        numbers_N = rows_N >> _PAGE_BITS
+        breaks_N = np.empty(len(rows_N), dtype=np.bool_)
+        breaks_N[1:] = numbers_N[1:] != numbers_N[:-1]
+        firsts, lengths = stretches(breaks_N)
+        pages = [self._page_at.get(number, _NO_PAGE) for number in numbers_N[firsts].tolist()]
+        pages_N = np.array(pages, dtype=np.int64).repeat(lengths)
+        slots_N = rows_N & (_PAGE_ROWS - 1)
         places_N = absent_places(len(rows_N))
-        numbers, which_N = np.unique(rows_N >> _PAGE_BITS, return_inverse=True)
-        pages = [self._page_at.get(number, -1) for number in numbers.tolist()]
-        pages_N = np.array(pages, dtype=np.int64)[which_N]
-        slabs_N = pages_N >> _SLAB_BITS
-        for slab in {page >> _SLAB_BITS for page in pages if page >= 0}:
-            at = np.flatnonzero(slabs_N == slab)
-            slots = rows_N[at] & (_PAGE_ROWS - 1)
-            places_N[at] = self._slabs[slab][pages_N[at] & (_SLAB_PAGES - 1), slots]
+        for slab, at in groups(pages_N >> _SLAB_BITS):
+            if slab >= 0:
+                places_N[at] = self._slabs[slab][pages_N[at] & (_SLAB_PAGES - 1), slots_N[at]]
         return places_N
 
     def drop(self, blocks: NDArray[np.int64]) -> None:

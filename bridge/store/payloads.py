@@ -17,6 +17,7 @@ class Payloads:
 
     def __init__(self) -> None:
         self._held: dict[int, Held] = {}
+        self.get = self._held.get  # asked for every row that is read
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -26,10 +27,6 @@ class Payloads:
         """Hold a payload under a new number."""
         self._held[number] = Held(memoryview(_owned(payload)))
         self.nbytes += cost(payload)
-
-    def get(self, number: int) -> Held | None:
-        """Return a payload, None if it is not held."""
-        return self._held.get(number)
 
     def oldest(self) -> int:
         """Return the number that was put first."""

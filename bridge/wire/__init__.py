@@ -12,7 +12,7 @@ from bridge.wire.census import (
 )
 from bridge.wire.codec import MESSAGES, decode, encode
 from bridge.wire.envelope import MAX_FRAME_BYTES, SCHEMA_VERSION
-from bridge.wire.fetch import Fetch, FetchReply
+from bridge.wire.fetch import Fetch, FetchReply, PageRows
 from bridge.wire.ingest import (
     Block,
     Dropped,
@@ -46,6 +46,7 @@ __all__ = [
     "Message",
     "Observe",
     "ObserveReply",
+    "PageRows",
     "Pin",
     "Ping",
     "Policy",

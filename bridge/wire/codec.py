@@ -26,6 +26,7 @@ MESSAGES: dict[str, type[Message]] = {
         answer.Error,
         fetch.Fetch,
         fetch.FetchReply,
+        fetch.PageRows,
         census.List,
         census.ListReply,
         census.Digests,

@@ -1,6 +1,10 @@
-"""A trainer asks for records and gets a page of them.
+"""A trainer asks for records and gets a page of them: first what it is, then its rows in pieces.
 
-Shapes: T = positions of a reply, F / K = bytes of a forward / kv row in the reply's layout.
+A piece is small enough to stay in the caches of a CPU on its way from the bridge's memory through
+the socket to the reader's.
+
+Shapes: T = positions of a page, P = positions of a piece, V = those of them that have a row, W =
+bytes of a row of the part in the page's layout.
 """
 
 from __future__ import annotations
@@ -15,14 +19,16 @@ from numpy.typing import NDArray
 from bridge.layout import Part, RecordLayout
 from bridge.layout.shape import MAX_LAYERS
 from bridge.wire.envelope import Buffer, Envelope
-from bridge.wire.fields import MAX_COUNT, Fields, array, wire_bytes
+from bridge.wire.fields import MAX_COUNT, Fields, array, vector, wire_bytes
 from bridge.wire.ingest import (
+    MAX_ROW_BYTES,
     MAX_TRAJECTORY_TOKENS,
     TrajectoryState,
     layout_body,
     packed_kv_scales,
     parsed_kv_scales,
     parsed_layout,
+    parsed_part,
     parsed_state,
 )
 from bridge.wire.message import HeaderOnly, frames_of
@@ -68,7 +74,9 @@ class Fetch(HeaderOnly):
 
 @dataclass(frozen=True, slots=True)
 class FetchReply:
-    """One page of a trajectory: T positions from ``start``; ``length`` and ``revision`` are of all.
+    """What a page is: T positions from ``start``; ``length`` and ``revision`` are the trajectory's.
+
+    Rows of each part of its layout follow in `PageRows`, under the same sequence number.
 
     ``revision`` changes whenever the trajectory does, so a reader of several pages can tell.
     ``versions`` indexes ``weight_versions``, -1 where no row is recorded; ``engines`` likewise.
@@ -89,10 +97,6 @@ class FetchReply:
     tokens: NDArray[np.int32]
     versions: NDArray[np.int32]
     engines: NDArray[np.int32]
-    forward_valid: NDArray[np.bool_]
-    kv_valid: NDArray[np.bool_]
-    forward: NDArray[np.uint8]
-    kv: NDArray[np.uint8]
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -115,19 +119,15 @@ class FetchReply:
             wire_bytes(self.tokens, "<i4"),
             wire_bytes(self.versions, "<i4"),
             wire_bytes(self.engines, "<i4"),
-            wire_bytes(np.stack([self.forward_valid, self.kv_valid]), np.uint8),
-            wire_bytes(self.forward, np.uint8),
-            wire_bytes(self.kv, np.uint8),
         ]
 
     @classmethod
     def parse(cls, envelope: Envelope) -> Self:
         """Build from an intact envelope."""
-        tokens, versions, engines, valid, forward, kv = frames_of(envelope, 6)
+        tokens, versions, engines = frames_of(envelope, 3)
         fields = Fields(envelope.body)
         layout = parsed_layout(fields)
         count = fields.integer("positions", 0, MAX_TRAJECTORY_TOKENS)
-        forward_valid, kv_valid = array(valid, np.uint8, (2, count)).astype(np.bool_)
         return cls(
             fields.name("trajectory"),
             parsed_state(fields),
@@ -141,8 +141,42 @@ class FetchReply:
             array(tokens, "<i4", (count,)),
             array(versions, "<i4", (count,)),
             array(engines, "<i4", (count,)),
-            forward_valid,
-            kv_valid,
-            array(forward, np.uint8, (count, layout.row_bytes(Part.FORWARD))),
-            array(kv, np.uint8, (count, layout.row_bytes(Part.KV))),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PageRows:
+    """Rows of one part for P positions of a page, from its position ``begin`` on.
+
+    ``valid`` is bool [P]; ``rows`` is uint8 [V, W], those of the valid positions one after the
+    other: what is missing takes no bytes.
+    """
+
+    KIND: ClassVar[str] = "page_rows"
+
+    part: Part
+    begin: int
+    valid: NDArray[np.bool_]
+    rows: NDArray[np.uint8]
+
+    def body(self) -> dict[str, Any]:
+        """Return the header fields."""
+        return {"part": self.part.value, "begin": self.begin, "row_bytes": self.rows.shape[1]}
+
+    def frames(self) -> list[Buffer]:
+        """Return validity and rows."""
+        return [wire_bytes(self.valid, np.uint8), wire_bytes(self.rows, np.uint8)]
+
+    @classmethod
+    def parse(cls, envelope: Envelope) -> Self:
+        """Build from an intact envelope."""
+        valid_frame, rows_frame = frames_of(envelope, 2)
+        fields = Fields(envelope.body)
+        valid_P = vector(valid_frame, np.uint8, MAX_TRAJECTORY_TOKENS).astype(np.bool_)
+        row_bytes = fields.integer("row_bytes", 1, MAX_ROW_BYTES)
+        return cls(
+            parsed_part(fields),
+            fields.integer("begin", 0, MAX_TRAJECTORY_TOKENS),
+            valid_P,
+            array(rows_frame, np.uint8, (int(np.count_nonzero(valid_P)), row_bytes)),
         )

@@ -15,9 +15,10 @@ from bridge.client import TokenMismatch, TraceClient
 from bridge.connection import Connection
 from bridge.errors import BridgeUnreachable, UnknownTrajectory
 from bridge.layout import LayoutError, Part, RecordLayout, Site
+from bridge.paging import Paging
 from bridge.producer import RecordProducer
 from bridge.store import MemoryStore
-from bridge.wire import Fetch, FetchReply
+from bridge.wire import Fetch, FetchReply, Policy
 
 NOBODY = "tcp://127.0.0.1:9"
 
@@ -102,6 +103,7 @@ def test_a_long_trajectory_comes_in_pages_that_join_seamlessly(
 ) -> None:
     whole = client.fetch("t")
     monkeypatch.setattr("bridge.daemon.fetching.MAX_PAGE_BYTES", 500)
+    monkeypatch.setattr("bridge.daemon.gather.PIECE_BYTES", 150)
     paged = client.fetch("t", start=1)
     for name in ("tokens", "forward", "forward_valid", "kv", "kv_valid", "weight_version_index"):
         np.testing.assert_array_equal(getattr(paged, name), getattr(whole, name)[1:])
@@ -228,6 +230,7 @@ def test_many_trajectories_come_in_order_ahead_of_their_reader(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("bridge.daemon.fetching.MAX_PAGE_BYTES", 500)
+    monkeypatch.setattr("bridge.daemon.gather.PIECE_BYTES", 150)
     payload = make_rows(Part.FORWARD, range(60))
     producer.send_rows(Part.FORWARD, range(60), payload, "v")
     for number in range(4):
@@ -260,6 +263,7 @@ def test_a_trajectory_told_anew_between_two_pages_is_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("bridge.daemon.fetching.MAX_PAGE_BYTES", 500)
+    monkeypatch.setattr("bridge.daemon.gather.PIECE_BYTES", 150)
     payload = make_rows(Part.FORWARD, range(80))
     producer.send_rows(Part.FORWARD, range(80), payload, "v")
     producer.send_trajectory("t", 0, range(40), range(40), "open")
@@ -294,9 +298,43 @@ def test_a_client_that_does_not_read_holds_up_nobody_and_gets_everything_later(
         asked = [stalled.say(Fetch("t")) for _ in range(200)]
         for _ in range(3):
             assert len(reader.fetch("t")) == 20_000
+        paging = Paging(stalled, time.monotonic() + 60)
         for seq in asked:
-            page = stalled.reply(seq, FetchReply, time.monotonic() + 60)
-            assert page.forward.min() == 1
+            page = stalled.reply(seq, FetchReply, paging.end)
+            pieces = list(paging.rows(page, seq))
+            assert sum(len(piece.rows) for piece in pieces) == len(page.tokens)
+            assert all(piece.rows.min() == 1 for piece in pieces if len(piece.rows))
+
+
+def test_rows_that_are_given_up_while_a_client_reads_them_arrive_as_they_were(
+    serve: Callable[..., str], layout: RecordLayout
+) -> None:
+    endpoint = serve(MemoryStore(64 << 20))
+    old, new = (
+        np.full((20_000, layout.row_bytes(Part.FORWARD)), fill, np.uint8) for fill in (1, 2)
+    )
+    with (
+        RecordProducer(endpoint) as engine,
+        TraceClient(endpoint) as trainer,
+        closing(Connection(endpoint)) as reader,
+    ):
+        engine.hello("e", layout)
+        engine.send_rows(Part.FORWARD, range(20_000), old, "v")
+        engine.send_trajectory("t", 0, range(20_000), range(20_000), "finished")
+        engine.flush()
+        paging = Paging(reader, time.monotonic() + 60)
+        asked = reader.say(Fetch("t"))
+        head = reader.reply(asked, FetchReply, paging.end)
+        for step in (1, 2):
+            trainer.begin_step(step)
+        trainer.gc(Policy(keep=1))
+        engine.send_rows(Part.FORWARD, range(20_000, 40_000), new, "v")
+        engine.flush()
+        with pytest.raises(UnknownTrajectory):
+            trainer.fetch("t")
+        pieces = [piece.rows for piece in paging.rows(head, asked) if piece.part is Part.FORWARD]
+    assert sum(map(len, pieces)) == len(head.tokens) > 10_000
+    assert all((rows == 1).all() for rows in pieces)
 
 
 def test_an_unknown_trajectory_is_named(client: TraceClient) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bridge.index import RowMap
 from bridge.index.block_table import BlockTable
-from bridge.index.grouping import groups
+from bridge.index.grouping import groups, stretches
 from bridge.index.sequence_set import SequenceSet
 
 _ROWS = st.lists(st.integers(0, 5000) | st.integers(0, 1 << 62), min_size=1, max_size=40)
@@ -82,8 +82,20 @@ def test_a_block_table_is_a_window_that_moves_on(kept_every: list[int]) -> None:
 
 @given(st.lists(st.integers(-3, 3), max_size=30))
 def test_groups_walk_every_index_once_under_its_key(keys: list[int]) -> None:
-    walked = [(key, index) for key, at in groups(np.array(keys, dtype=int)) for index in at]
+    indices = np.arange(len(keys))
+    found = [(key, indices[at]) for key, at in groups(np.array(keys, dtype=int))]
+    assert [key for key, _ in found] == sorted(set(keys))
+    walked = [(key, index) for key, at in found for index in at.tolist()]
     assert sorted(walked, key=lambda item: item[1]) == [(k, i) for i, k in enumerate(keys)]
+
+
+@given(st.lists(st.booleans(), max_size=30))
+def test_stretches_cover_every_index_once_and_begin_where_they_are_told(begins: list[bool]) -> None:
+    firsts, lengths = stretches(np.array(begins, dtype=np.bool_))
+    assert firsts.tolist() == [at for at, begin in enumerate(begins) if begin or at == 0]
+    assert np.repeat(firsts, lengths).tolist() == [
+        max(first for first in firsts.tolist() if first <= at) for at in range(len(begins))
+    ]
 
 
 @given(st.sets(st.integers(0, 20_000)), st.integers(0, 20_000))

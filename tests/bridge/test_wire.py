@@ -28,6 +28,7 @@ from bridge.wire import (
     Message,
     Observe,
     ObserveReply,
+    PageRows,
     Pin,
     Ping,
     Policy,
@@ -48,7 +49,7 @@ from bridge.wire.envelope import MAX_FRAMES, MAX_HEADER_BYTES, seal
 _SHAPE = ModelShape(4, 64, 32, 8, 2, 2, 32, (0, 1, 2, 3), (1, 3))
 _LAYOUT = RecordLayout(_SHAPE, (2, 3), (Site.FC1, Site.K, Site.V, Site.ROUTES), bits=1)
 _FORWARD = np.arange(3 * _LAYOUT.row_bytes(Part.FORWARD), dtype=np.uint8).reshape(3, -1)
-_KV = np.arange(3 * _LAYOUT.row_bytes(Part.KV), dtype=np.uint8).reshape(3, -1)
+_KV = np.arange(2 * _LAYOUT.row_bytes(Part.KV), dtype=np.uint8).reshape(2, -1)
 _ROWS = Rows.of("e", Part.FORWARD, np.array([5, 6, 9]), _FORWARD, "v1")
 
 EXAMPLES: list[Message] = [
@@ -72,11 +73,8 @@ EXAMPLES: list[Message] = [
         tokens=np.array([1, 2, -1], dtype=np.int32),
         versions=np.array([0, 1, -1], dtype=np.int32),
         engines=np.array([0, 0, -1], dtype=np.int32),
-        forward_valid=np.array([True, True, False]),
-        kv_valid=np.array([True, False, False]),
-        forward=_FORWARD,
-        kv=_KV,
     ),
+    PageRows(Part.KV, 1, np.array([True, False, True]), _KV),
     Hello("e", _LAYOUT, {1: (1.0, 2.0)}, {"path": "a model"}),
     List(5, "t"),
     ListReply((TrajectorySummary("t", "open", 5, 4, 1, 0, ("v1",), 99),), 7),

@@ -17,11 +17,23 @@ import zmq
 from bridge.client import TraceClient
 from bridge.errors import CorruptMessage, SchemaMismatch, StoreFull, TraceError
 from bridge.layout import LayoutError, ModelShape, Part, RecordLayout, Site
-from bridge.pages import join
+from bridge.pages import Page, join
+from bridge.paging import Paging
 from bridge.producer import RecordProducer
 from bridge.refusal import refusal
 from bridge.store import MemoryStore, Store
-from bridge.wire import Ack, Error, FetchReply, Hello, Message, Ping, Pong, decode, encode
+from bridge.wire import (
+    Ack,
+    Error,
+    FetchReply,
+    Hello,
+    Message,
+    PageRows,
+    Ping,
+    Pong,
+    decode,
+    encode,
+)
 from bridge.wire import envelope as wire
 from bridge.wire.envelope import checksum, seal
 from tests.bridge.test_wire import EXAMPLES
@@ -60,6 +72,9 @@ def _headed(header: bytes) -> list[bytes]:
         ("fetch_reply", {"positions": _HUGE}),
         ("fetch_reply", {"length": _HUGE}),
         ("fetch_reply", {"start": _HUGE}),
+        ("page_rows", {"begin": _HUGE}),
+        ("page_rows", {"row_bytes": _HUGE}),
+        ("page_rows", {"row_bytes": 0}),
         ("rows", {"row_bytes": _HUGE}),
         ("block", {"row_bytes": _HUGE}),
         ("trajectory", {"start": _HUGE}),
@@ -259,16 +274,45 @@ def test_a_client_makes_no_tensors_for_more_positions_than_its_machine_can_hold(
     columns = 1 << 20
     shape = replace(page.layout.shape, num_kv_heads=columns // 32, head_dim=32)
     wide = RecordLayout(shape, (1, 3), (Site.K, Site.V), bits=4)
-    kv = np.zeros((3, wide.row_bytes(Part.KV)), dtype=np.uint8)
-    forward = np.zeros((3, 0), dtype=np.uint8)
-    far = replace(page, layout=wide, kv=kv, forward=forward, start=0, length=1 << 22)
+    far = replace(page, layout=wide, start=0, length=1 << 22)
     with pytest.raises(TraceError, match="fetch a part of them"):
-        join(iter([far]), None)
+        join(iter([Page(far, iter([]))]), None)
 
 
 def test_a_client_refuses_pages_that_it_did_not_ask_for() -> None:
     page = _example("fetch_reply")
     assert isinstance(page, FetchReply)
-    short = replace(page, start=0, length=4)
+    short = Page(replace(page, start=0, length=4), iter([]))
     with pytest.raises(CorruptMessage, match="none of those"):
         join(iter([short, short]), None)
+
+
+def _piece(page: FetchReply, part: Part, begin: int, count: int, more_bytes: int = 0) -> PageRows:
+    row_bytes = page.layout.row_bytes(part) + more_bytes
+    rows = np.zeros((count, row_bytes), dtype=np.uint8)
+    return PageRows(part, begin, np.ones(count, dtype=np.bool_), rows)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda page: _piece(page, Part.KV, 0, 3),
+        lambda page: _piece(page, Part.FORWARD, 1, 2),
+        lambda page: _piece(page, Part.FORWARD, 0, 4),
+        lambda page: _piece(page, Part.FORWARD, 0, 3, more_bytes=1),
+    ],
+    ids=["another part", "not the next positions", "beyond the page", "rows of another width"],
+)
+def test_a_client_refuses_rows_that_are_not_next_in_their_page(
+    wrong: Callable[[FetchReply], PageRows],
+) -> None:
+    page = _example("fetch_reply")
+    assert isinstance(page, FetchReply)
+
+    class Bridge:
+        def reply(self, *_: Any) -> PageRows:
+            return wrong(page)
+
+    paging = Paging(Bridge(), 0.0)  # type: ignore[arg-type]
+    with pytest.raises(CorruptMessage, match="fetch again"):
+        next(paging.rows(page, 0))

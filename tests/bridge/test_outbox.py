@@ -1,0 +1,58 @@
+"""Answers to a peer that does not read them are bounded, and go on when it does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import zmq
+
+from bridge.daemon.gather import PIECE_BYTES
+from bridge.daemon.outbox import _MOST_BYTES, Outbox
+from bridge.layout import Part
+from bridge.wire import PageRows, decode
+
+_PIECE = PageRows(Part.KV, 0, np.ones(1, np.bool_), np.full((1, PIECE_BYTES), 7, np.uint8))
+
+
+@pytest.fixture
+def sockets() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    """A ROUTER and a DEALER "p" that takes one message before it is asked for."""
+    with zmq.Context() as context:
+        router, dealer = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+        for socket in (router, dealer):
+            socket.linger = 0
+        dealer.setsockopt(zmq.ROUTING_ID, b"p")
+        dealer.setsockopt(zmq.RCVHWM, 1)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        dealer.connect(f"tcp://127.0.0.1:{port}")
+        dealer.send(b"hello")
+        router.recv_multipart()
+        yield router, dealer
+        router.close()
+        dealer.close()
+
+
+def test_a_peer_that_reads_nothing_has_no_room_for_ever_more_pages(
+    sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]],
+) -> None:
+    router, dealer = sockets
+    outbox = Outbox(router)
+    sent = 0
+    while outbox.has_room(b"p"):
+        outbox.send(b"p", _PIECE, sent)
+        sent += 1
+        time.sleep(0.01)  # so that what the socket's buffers take has left the queue
+        assert sent * PIECE_BYTES < _MOST_BYTES + (64 << 20)
+    assert outbox.has_room(b"another peer")
+    for seq in range(sent):
+        message, answered = decode(dealer.recv_multipart())
+        assert answered == seq
+        assert isinstance(message, PageRows)
+        assert (message.rows == 7).all()
+    end = time.monotonic() + 10
+    while not outbox.has_room(b"p"):
+        assert time.monotonic() < end
+        time.sleep(0.01)
