@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from bridge.connection import Connection, Reply
 from bridge.errors import TraceError
-from bridge.layout import Site
+from bridge.layout import Site, TensorSlice
+from bridge.layout.tensor_slice import ALL_VALUES
 from bridge.records import TrajectoryRecords
 from bridge.wire import (
     Ack,
@@ -73,6 +74,7 @@ class TraceClient:
         stop: int | None = None,
         layers: Iterable[int] | None = None,
         sites: Iterable[Site] | None = None,
+        tensor_slice: TensorSlice = ALL_VALUES,
         expect_tokens: ArrayLike | None = None,
         timeout_s: float | None = None,
     ) -> TrajectoryRecords:
@@ -84,18 +86,19 @@ class TraceClient:
             stop: absolute position behind the last; with expect_tokens, None is their end.
             layers: layers whose fc1, fc2, k and v to return; None: all recorded.
             sites: sites to return; None: all recorded.
+            tensor_slice: values of fc2, K and V to return, those of a tensor-parallel rank.
             expect_tokens: int [T], the tokens from ``start`` on that the trainer is about to run.
             timeout_s: for the whole call, instead of the client's.
 
         Raises:
             UnknownTrajectory: the bridge holds nothing under the name.
             TokenMismatch: the recorded tokens are not ``expect_tokens``.
-            LayoutError: a layer or site is asked for that the engine does not record.
+            LayoutError: a layer, site or value is asked for that the engine does not record.
         """
         expected_T = None if expect_tokens is None else np.asarray(expect_tokens)
         if expected_T is not None and stop is None:
             stop = start + len(expected_T)
-        fetch = Fetch(trajectory, start, stop, *_names(layers, sites))
+        fetch = Fetch(trajectory, start, stop, *_names(layers, sites), tensor_slice)
         (records,) = self._read([fetch], False, timeout_s)
         assert records is not None
         if expected_T is not None:
@@ -108,6 +111,7 @@ class TraceClient:
         *,
         layers: Iterable[int] | None = None,
         sites: Iterable[Site] | None = None,
+        tensor_slice: TensorSlice = ALL_VALUES,
         allow_unknown: bool = False,
         timeout_s: float | None = None,
     ) -> Iterator[TrajectoryRecords | None]:
@@ -120,15 +124,16 @@ class TraceClient:
             trajectories: names.
             layers: layers whose fc1, fc2, k and v to return; None: all recorded.
             sites: sites to return; None: all recorded.
+            tensor_slice: values of fc2, K and V to return, those of a tensor-parallel rank.
             allow_unknown: yield None for a name under which nothing is held.
             timeout_s: for the whole call, instead of the client's.
 
         Raises:
             UnknownTrajectory: the bridge holds nothing under a name.
-            LayoutError: a layer or site is asked for that the engine does not record.
+            LayoutError: a layer, site or value is asked for that the engine does not record.
         """
         narrowed = _names(layers, sites)
-        fetches = [Fetch(name, 0, None, *narrowed) for name in trajectories]
+        fetches = [Fetch(name, 0, None, *narrowed, tensor_slice) for name in trajectories]
         return self._read(fetches, allow_unknown, timeout_s)
 
     # --- what is held

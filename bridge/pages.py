@@ -17,8 +17,8 @@ from bridge.errors import CorruptMessage, TraceError
 from bridge.records import TrajectoryRecords
 from bridge.wire import FetchReply
 
-# Token, two flags and two table indices.
-_POSITION_BYTES = 14
+# Token, row number, two flags and two table indices.
+_POSITION_BYTES = 22
 
 
 def join(pages: Iterator[FetchReply], stop: int | None) -> TrajectoryRecords:
@@ -35,6 +35,7 @@ def join(pages: Iterator[FetchReply], stop: int | None) -> TrajectoryRecords:
     total = max(end - first.start, len(first.tokens))
     _require_memory(total, first)
     tokens = torch.empty(total, dtype=torch.int32)
+    rows = torch.empty(total, dtype=torch.int64)
     forward = torch.empty(total, first.forward.shape[1], dtype=torch.uint8)
     kv = torch.empty(total, first.kv.shape[1], dtype=torch.uint8)
     forward_valid, kv_valid = (torch.empty(total, dtype=torch.bool) for _ in range(2))
@@ -45,7 +46,7 @@ def join(pages: Iterator[FetchReply], stop: int | None) -> TrajectoryRecords:
         here = slice(at, at + len(page.tokens))
         if here.stop > total or page.layout != first.layout:
             raise CorruptMessage("a page is none of those that were asked for; fetch again")
-        tokens.numpy()[here] = page.tokens
+        tokens.numpy()[here], rows.numpy()[here] = page.tokens, page.rows
         forward.numpy()[here], kv.numpy()[here] = page.forward, page.kv
         forward_valid.numpy()[here], kv_valid.numpy()[here] = page.forward_valid, page.kv_valid
         versions.put(here, page.weight_versions, page.versions)
@@ -68,6 +69,8 @@ def join(pages: Iterator[FetchReply], stop: int | None) -> TrajectoryRecords:
         weight_version_index=versions.index_T,
         engine_ids=engines.names,
         engine_index=engines.index_T,
+        rows=rows,
+        revision=first.revision,
     )
 
 

@@ -5,7 +5,7 @@ Shapes: T = positions of the page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,9 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.daemon.gather import Gather
+from bridge.daemon.joining import Joining
 from bridge.errors import UnknownTrajectory
 from bridge.index import Catalog, Engine, TrajectoryMap
-from bridge.layout import LayoutError, Part, RecordLayout, Site
+from bridge.index.grouping import groups
+from bridge.layout import LayoutError, Part, RecordLayout, Site, TensorSlice
+from bridge.layout.selection import selection
 from bridge.wire import Fetch, FetchReply
 
 MAX_PAGE_BYTES = 8 << 20
@@ -34,6 +37,7 @@ class Fetching:
     def __init__(self, catalog: Catalog, gather: Gather) -> None:
         self._catalog = catalog
         self._gather = gather
+        self._joining = Joining(catalog.blocks, gather)
 
     def answer(self, fetch: Fetch) -> FetchReply:
         """Return the first page of [start, stop); the client asks on from where it ends.
@@ -49,7 +53,9 @@ class Fetching:
                 "an engine has generated, once it has sent the records"
             )
         engine = self._reference_engine(trajectory)
-        reduced = _narrowed(engine.hello.layout, fetch.layers, _sites(fetch.sites))
+        reduced = _narrowed(
+            engine.hello.layout, fetch.layers, _sites(fetch.sites), fetch.tensor_slice
+        )
         stop = len(trajectory) if fetch.stop is None else min(fetch.stop, len(trajectory))
         start = min(fetch.start, stop)
         return self._page(fetch, trajectory, engine, reduced, _page(start, stop, reduced))
@@ -86,6 +92,7 @@ class Fetching:
             tokens=trajectory.tokens[page],
             versions=versions_T,
             engines=engines_T,
+            rows=trajectory.rows[page],
             forward_valid=forward.valid,
             kv_valid=kv.valid,
             forward=forward.rows,
@@ -106,22 +113,35 @@ class Fetching:
         for number in np.unique(trajectory.engines[page]).tolist():
             if number >= 0 and not self._catalog.engine_list[number].writes_like(reference):
                 places_T["block"][trajectory.engines[page] == number] = -1
+        shared = list(self._shared(trajectory, page, reference))
+        for _, at in shared:
+            places_T["block"][at] = -1
         full = reference.hello.layout
-        columns = _selection(full, part, reduced)
+        columns = selection(full, reduced, part)
         rows, valid = self._gather.rows(full.row_bytes(part), columns, places_T)
+        for engine, at in shared:
+            numbers = trajectory.rows[page][at]
+            rows[at], valid[at] = self._joining.rows(engine, part, numbers, reduced)
         return _PartOfPage(rows, valid, versions_T)
+
+    def _shared(
+        self, trajectory: TrajectoryMap, page: slice, reference: Engine
+    ) -> Iterator[tuple[Engine, NDArray[np.intp]]]:
+        """Yield the engines whose ranks share rows, and where in the page their rows are."""
+        for number, at in groups(trajectory.engines[page]):
+            engine = self._catalog.engine_list[number]
+            if number >= 0 and engine.is_shared and engine.writes_like(reference):
+                yield engine, at
 
 
 @lru_cache(maxsize=64)
 def _narrowed(
-    full: RecordLayout, layers: tuple[int, ...] | None, sites: tuple[Site, ...] | None
+    full: RecordLayout,
+    layers: tuple[int, ...] | None,
+    sites: tuple[Site, ...] | None,
+    tensor_slice: TensorSlice,
 ) -> RecordLayout:
-    return full.narrow(layers, sites)
-
-
-@lru_cache(maxsize=256)
-def _selection(full: RecordLayout, part: Part, reduced: RecordLayout) -> tuple[slice, ...]:
-    return full.selection(part, reduced)
+    return full.narrow(layers, sites, tensor_slice)
 
 
 def _sites(sites: tuple[str, ...] | None) -> tuple[Site, ...] | None:

@@ -34,6 +34,7 @@ from bridge.layout.shape import (
     check_range,
 )
 from bridge.layout.site import PART_OF, Kind, Part, Site, SiteRecord
+from bridge.layout.tensor_slice import ALL_VALUES, TensorSlice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,19 +67,22 @@ class RecordLayout:
 
     `layers` are the captured layers, ascending; a layer that has no experts or no KV cache simply
     lacks those sites. Routes, if chosen, are those of every MoE layer, captured or not.
+    `tensor_slice` is which values are kept of split sites; `shape` stays that of the whole model.
 
     Raises:
-        LayoutError: if layers, sites or bits are not a choice the shape allows.
+        LayoutError: if layers, sites, bits or slice are not a choice the shape allows.
     """
 
     shape: ModelShape
     layers: tuple[int, ...]
     sites: tuple[Site, ...]
     bits: int = 1
+    tensor_slice: TensorSlice = ALL_VALUES
 
     def __post_init__(self) -> None:
         check_range("bits", self.bits, 1, MAX_BITS)
         check_layers("layers", self.layers, self.shape.num_layers)
+        self.tensor_slice.check(self.shape)
         # One order for equal choices, so that equal layouts compare and hash equal.
         object.__setattr__(self, "sites", tuple(site for site in Site if site in self.sites))
         per_layer = 3 * (self.shape.top_k if Site.FC2 in self.sites else 0) + 7
@@ -172,15 +176,13 @@ class RecordLayout:
         if PART_OF[site] is Part.FORWARD:
             yield site, layer, slot, Kind.TOKEN_SCALE, TOKEN_SCALE_BYTES
 
+    def values(self, site: Site) -> range:
+        """Return which of the model's values of one token (and expert slot) a row holds."""
+        return self.tensor_slice.values(site, self.shape)
+
     def width(self, site: Site) -> int:
         """Return N, the values of one token (and expert slot) at a quantized site."""
-        widths = {
-            Site.FC1: self.shape.hidden_size,
-            Site.FC2: self.shape.moe_intermediate_size,
-            Site.K: self.shape.num_kv_heads * self.shape.head_dim,
-            Site.V: self.shape.num_kv_heads * self.shape.head_dim,
-        }
-        return widths[site]
+        return len(self.values(site))
 
     @property
     def id_bytes(self) -> int:
@@ -285,14 +287,17 @@ class RecordLayout:
     # --- asking for less
 
     def narrow(
-        self, layers: Iterable[int] | None = None, sites: Iterable[Site] | None = None
+        self,
+        layers: Iterable[int] | None = None,
+        sites: Iterable[Site] | None = None,
+        tensor_slice: TensorSlice = ALL_VALUES,
     ) -> RecordLayout:
-        """Return the layout that keeps only these layers and sites; None keeps all.
+        """Return the layout that keeps only these layers, sites and values; None keeps all.
 
         Layers narrow the quantized sites; routes stay those of every MoE layer.
 
         Raises:
-            LayoutError: if this record does not hold a layer or site that is asked for.
+            LayoutError: if this record does not hold a layer, site or value that is asked for.
         """
         kept_layers = self.layers if layers is None else tuple(sorted(set(layers)))
         kept_sites = self.sites if sites is None else tuple(Site(site) for site in sites)
@@ -301,19 +306,8 @@ class RecordLayout:
                 f"Layers {kept_layers} and sites {', '.join(kept_sites)} were asked for, but the "
                 f"record holds layers {self.layers} and sites {', '.join(self.sites)}."
             )
-        return RecordLayout(self.shape, kept_layers, kept_sites, self.bits)
-
-    def selection(self, part: Part, narrowed: RecordLayout) -> tuple[slice, ...]:
-        """Return the column slices of this layout whose bytes, in order, are a narrowed row."""
-        slices: list[slice] = []
-        for site, layer in narrowed._columns:
-            if PART_OF[site] is not part:
-                continue
-            columns = self.columns(site, layer)
-            if slices and slices[-1].stop == columns.start:
-                columns = slice(slices.pop().start, columns.stop)
-            slices.append(columns)
-        return tuple(slices)
+        kept_slice = tensor_slice.within(self.tensor_slice)
+        return RecordLayout(self.shape, kept_layers, kept_sites, self.bits, kept_slice)
 
     # --- over the wire
 
@@ -325,6 +319,7 @@ class RecordLayout:
             "layers": list(self.layers),
             "sites": [str(site) for site in self.sites],
             "bits": self.bits,
+            "tensor_slice": self.tensor_slice.to_dict(),
         }
 
     @classmethod
@@ -337,7 +332,9 @@ class RecordLayout:
         try:
             shape = {field.name: _plain(data["shape"][field.name]) for field in fields(ModelShape)}
             sites = tuple(Site(site) for site in data["sites"])
-            return cls(ModelShape(**shape), _plain(data["layers"]), sites, _plain(data["bits"]))
+            kept = TensorSlice.from_dict(data["tensor_slice"])
+            layers, bits = _plain(data["layers"]), _plain(data["bits"])
+            return cls(ModelShape(**shape), layers, sites, bits, kept)
         except (LayoutError, KeyError, TypeError, ValueError) as error:
             raise SchemaMismatch(
                 f"The record layout is not valid ({error}): "

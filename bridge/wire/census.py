@@ -149,7 +149,8 @@ class StatsReply(HeaderOnly):
     ``damaged_entries`` journal entries that were not readable at start-up, ``refused`` messages
     answered with an error, ``refused_peers`` connections that had no key that is known,
     ``commits`` writes to the store, ``dropped_rows`` rows that engines gave up, ``collected``
-    trajectories that were removed.
+    trajectories that were removed, ``partial_rows`` rows of both parts that some of an engine's
+    ranks have sent and others have not: they are missing until then, and not among the others.
     """
 
     KIND: ClassVar[str] = "stats_reply"
@@ -167,6 +168,7 @@ class StatsReply(HeaderOnly):
     trajectories: int
     forward_rows: int
     kv_rows: int
+    partial_rows: int
     dropped_rows: int
     collected: int
     messages: int

@@ -12,8 +12,10 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.layout import Part, RecordLayout
+from bridge.errors import CorruptMessage
+from bridge.layout import Part, RecordLayout, TensorSlice
 from bridge.layout.shape import MAX_LAYERS
+from bridge.layout.tensor_slice import ALL_VALUES
 from bridge.wire.envelope import Buffer, Envelope
 from bridge.wire.fields import MAX_COUNT, Fields, array, wire_bytes
 from bridge.wire.ingest import (
@@ -32,7 +34,10 @@ MAX_SITES = 64
 
 @dataclass(frozen=True, slots=True)
 class Fetch(HeaderOnly):
-    """Ask for positions [start, stop) of a trajectory; None means all layers, sites, positions."""
+    """Ask for positions [start, stop) of a trajectory; None means all layers, sites, positions.
+
+    ``tensor_slice`` is which values of fc2, K and V to send.
+    """
 
     KIND: ClassVar[str] = "fetch"
 
@@ -41,6 +46,7 @@ class Fetch(HeaderOnly):
     stop: int | None = None
     layers: tuple[int, ...] | None = None
     sites: tuple[str, ...] | None = None
+    tensor_slice: TensorSlice = ALL_VALUES
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -50,6 +56,7 @@ class Fetch(HeaderOnly):
             "stop": self.stop,
             "layers": None if self.layers is None else list(self.layers),
             "sites": None if self.sites is None else list(self.sites),
+            "tensor_slice": self.tensor_slice.to_dict(),
         }
 
     @classmethod
@@ -63,6 +70,7 @@ class Fetch(HeaderOnly):
             fields.optional_integer("stop", 0, MAX_TRAJECTORY_TOKENS),
             fields.optional_integers("layers", 0, MAX_LAYERS - 1),
             fields.optional_texts("sites", MAX_SITES),
+            _parsed_slice(fields),
         )
 
 
@@ -72,7 +80,8 @@ class FetchReply:
 
     ``revision`` changes whenever the trajectory does, so a reader of several pages can tell.
     ``versions`` indexes ``weight_versions``, -1 where no row is recorded; ``engines`` likewise.
-    A token id of -1 is a position of which no engine has told anything.
+    A token id of -1 is a position of which no engine has told anything. ``rows`` are the engine's
+    numbers of the rows, -1 where it told none, whether the bridge holds them or not.
     """
 
     KIND: ClassVar[str] = "fetch_reply"
@@ -89,6 +98,7 @@ class FetchReply:
     tokens: NDArray[np.int32]
     versions: NDArray[np.int32]
     engines: NDArray[np.int32]
+    rows: NDArray[np.int64]
     forward_valid: NDArray[np.bool_]
     kv_valid: NDArray[np.bool_]
     forward: NDArray[np.uint8]
@@ -115,6 +125,7 @@ class FetchReply:
             wire_bytes(self.tokens, "<i4"),
             wire_bytes(self.versions, "<i4"),
             wire_bytes(self.engines, "<i4"),
+            wire_bytes(self.rows, "<i8"),
             wire_bytes(np.stack([self.forward_valid, self.kv_valid]), np.uint8),
             wire_bytes(self.forward, np.uint8),
             wire_bytes(self.kv, np.uint8),
@@ -123,7 +134,7 @@ class FetchReply:
     @classmethod
     def parse(cls, envelope: Envelope) -> Self:
         """Build from an intact envelope."""
-        tokens, versions, engines, valid, forward, kv = frames_of(envelope, 6)
+        tokens, versions, engines, rows, valid, forward, kv = frames_of(envelope, 7)
         fields = Fields(envelope.body)
         layout = parsed_layout(fields)
         count = fields.integer("positions", 0, MAX_TRAJECTORY_TOKENS)
@@ -141,8 +152,17 @@ class FetchReply:
             array(tokens, "<i4", (count,)),
             array(versions, "<i4", (count,)),
             array(engines, "<i4", (count,)),
+            array(rows, "<i8", (count,)),
             forward_valid,
             kv_valid,
             array(forward, np.uint8, (count, layout.row_bytes(Part.FORWARD))),
             array(kv, np.uint8, (count, layout.row_bytes(Part.KV))),
         )
+
+
+def _parsed_slice(fields: Fields) -> TensorSlice:
+    """Return a slice whose bounds are no further checked: that is for the record's layout to do."""
+    try:
+        return TensorSlice.from_dict(fields.mapping("tensor_slice", 2))
+    except (TypeError, ValueError) as error:
+        raise CorruptMessage(f"header field tensor_slice is not valid ({error})") from error

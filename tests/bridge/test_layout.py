@@ -18,6 +18,7 @@ from bridge.layout import (
     deeper_half,
     parse_layers,
 )
+from bridge.layout.selection import selection
 
 FC1, FC2, K, V, ROUTES = Site
 FORWARD, KV = Part
@@ -215,7 +216,7 @@ class TestNarrowing:
     ) -> None:
         narrowed = ALL_SITES.narrow(layers, sites)
         row = torch.arange(ALL_SITES.row_bytes(part)).to(torch.int64)
-        selected = [row[columns] for columns in ALL_SITES.selection(part, narrowed)]
+        selected = [row[columns] for columns in selection(ALL_SITES, narrowed, part)]
         picked = torch.cat([*selected, row[:0]])
         assert len(picked) == narrowed.row_bytes(part)
         for field in narrowed.fields(part):
@@ -225,7 +226,7 @@ class TestNarrowing:
 
     def test_neighbouring_columns_are_selected_in_one_slice(self) -> None:
         everything = slice(0, ALL_SITES.row_bytes(FORWARD))
-        assert ALL_SITES.selection(FORWARD, ALL_SITES) == (everything,)
+        assert selection(ALL_SITES, ALL_SITES, FORWARD) == (everything,)
 
     @pytest.mark.parametrize(("layers", "sites"), [((0,), None), (None, (FC1,))])
     def test_asking_for_what_is_not_held_is_refused(
