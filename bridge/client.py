@@ -105,6 +105,38 @@ class TraceClient:
             _check_tokens(records, expected_T)
         return records
 
+    def fetch_ranges(
+        self,
+        trajectory: str,
+        ranges: Iterable[tuple[int, int]],
+        *,
+        layers: Iterable[int] | None = None,
+        sites: Iterable[Site] | None = None,
+        tensor_slice: TensorSlice = ALL_VALUES,
+        timeout_s: float | None = None,
+    ) -> list[TrajectoryRecords]:
+        """Return the records of several ranges [start, stop) of positions, in their order.
+
+        For a rank that computes parts of a sequence, such as the two chunks of a context-parallel
+        rank. All are of one revision: the trajectory was not told anew between them. What lies
+        between the ranges does not travel.
+
+        Raises:
+            UnknownTrajectory: the bridge holds nothing under the name.
+            LayoutError: a layer, site or value is asked for that the engine does not record.
+        """
+        narrowed = _names(layers, sites)
+        fetches = [Fetch(trajectory, *each, *narrowed, tensor_slice) for each in ranges]
+        end = time.monotonic() + (timeout_s or self._timeout_s)
+        while True:
+            found = [
+                records
+                for records in self._read(fetches, False, end - time.monotonic())
+                if records is not None
+            ]
+            if len({records.revision for records in found}) <= 1:
+                return found
+
     def fetch_all(
         self,
         trajectories: Iterable[str],
