@@ -108,6 +108,7 @@ class RecordProducer:
         self._next_seq = 0
         self._kept: dict[int, _Unacknowledged] = {}
         self._kept_bytes = 0
+        self._answered = False
         self._failures: list[TraceError] = []
         self._full: StoreFull | None = None
         self._refused: set[int] = set()
@@ -223,6 +224,7 @@ class RecordProducer:
 
     def poll(self) -> None:
         """Take what the bridge has answered and resend what is due, without waiting."""
+        self._tell_dropped()
         self._pump(0.0)
         self._raise_failure()
 
@@ -321,7 +323,7 @@ class RecordProducer:
             self._resend()
         if self._kept and now - self._progress_at > self._deadline_s:
             error = self._unreachable(self._deadline_s)
-            if self._overflow is Overflow.BLOCK or not self.acknowledged_rows:
+            if self._overflow is Overflow.BLOCK or not self._answered:
                 raise error
             log.warning("records are dropped: %s", error)
             self._progress_at = now
@@ -329,6 +331,7 @@ class RecordProducer:
     def _handle(self, frames: list[bytes]) -> None:
         message, seq = decode(frames)
         if isinstance(message, Ack):
+            self._answered = True
             rows = sum(self._forget(acknowledged).rows for acknowledged in message.seqs)
             self.acknowledged_rows += rows
             self._full = None if rows else self._full

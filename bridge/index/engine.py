@@ -100,7 +100,7 @@ class Engine:
 
 def introduction_bytes(hello: Hello) -> int:
     """Return the memory that an engine's introduction takes, about."""
-    layouts = [hello.layout, *(shard.layout for shard in hello.shards)]
+    layouts = {hello.layout, *(shard.layout for shard in hello.shards)}
     fields = sum(len(layout.fields(part)) for layout in layouts for part in Part)
     texts = sum(len(name) + len(value) for name, value in hello.model.items())
     return _ENGINE_BYTES + _OBJECT_BYTES * (fields + len(hello.kv_scales)) + 4 * texts

@@ -85,7 +85,7 @@ EXAMPLES: list[Message] = [
     Hello("e", _LAYOUT, shards=rank_shards(_LAYOUT, 2), shard=1),
     Hello("e", _WITH_FC2, shards=rank_shards(_WITH_FC2, 4, ep=2), shard=3),
     List(5, "t"),
-    ListReply((TrajectorySummary("t", "open", 5, 4, 1, 0, ("v1",), 99),), 7),
+    ListReply((TrajectorySummary("t", "open", 5, 4, 5, 1, 0, ("v1",), 99),), 7),
     Ping(),
     Pong(),
     _ROWS,
