@@ -19,8 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bridge.errors import TraceError
+from bridge.homes import counts_of, parse_endpoints
 from bridge.layout import Part, RecordLayout, Site
 from bridge.producer import RecordProducer
+from bridge.producers import RecordProducers
 from bridge.wire import TrajectoryState
 from sglang_trace.config import TraceConfig
 from sglang_trace.events import DigestsEvent, RowsEvent, TrajectoryEvent
@@ -31,6 +33,7 @@ from sglang_trace.ledger import NO_ROW, Ledger, Span
 from sglang_trace.moe_method import moe_layers
 from sglang_trace.names import client_trajectory
 from sglang_trace.row_block import Gathered, RowBlock
+from sglang_trace.row_homes import RowHomes
 from sglang_trace.shipper import Shipper
 from sglang_trace.staging import Staging
 from sglang_trace.versions import WeightVersions
@@ -55,6 +58,7 @@ class Capture:
         ledger: Ledger,
         staging: Staging,
         shipper: Shipper,
+        bridges: int = 1,
     ) -> None:
         self._model = model
         self._layout = layout
@@ -62,6 +66,7 @@ class Capture:
         self._ledger = ledger
         self._staging = staging
         self._shipper = shipper
+        self._homes = RowHomes(bridges)
         self._versions = WeightVersions()
         self._block = RowBlock.on(staging.rows_MB.device, layout.row_bytes(Part.FORWARD))
         # Of every expert matrix, under its Hugging Face name.
@@ -73,18 +78,19 @@ class Capture:
 
     def forward(self, batch: Any) -> None:
         """Record the forward pass that has just been launched."""
-        spans = spans_of(batch)
+        spans = self._homes.assigned(spans_of(batch))
         count = sum(span.length for span in spans)
         if count:
             # Whatever follows the requests' own tokens is padding.
             first = self._ledger.record(batch.out_cache_loc[:count], spans)
             if self._layout.row_bytes(Part.FORWARD):
+                self._homes.keep(first, spans)
                 self._ship(self._block.add(first, self._staging.head(count)))
         self._shipper.check()
 
     def _ship(self, gathered: list[Gathered]) -> None:
         for each in gathered:
-            rows_n = torch.arange(each.first, each.first + len(each.rows_nB))
+            rows_n = self._homes.numbers(each.first, len(each.rows_nB))
             self._shipper.put(
                 RowsEvent(
                     Part.FORWARD,
@@ -150,7 +156,7 @@ class Capture:
     def _send_kv(self, kv: KVReader, rows_T: Tensor, slots_T: Tensor) -> None:
         due_T = self._ledger.take_due_kv(rows_T, slots_T)
         rows_n, slots_n = rows_T[due_T], slots_T[due_T]
-        for label, mask_n in self._versions.split(rows_n):
+        for label, mask_n in self._versions.split(torch.from_numpy(counts_of(rows_n.numpy()))):
             pieces = kv.gather(slots_n[mask_n])
             nbytes = sum(piece.packed.nbytes + piece.scales.nbytes for piece in pieces)
             encode = _encoder(kv, pieces)
@@ -253,8 +259,9 @@ def start(model_runner: Any, config: TraceConfig, layout: RecordLayout, max_rows
     pool = model_runner.token_to_kv_pool
     kv = KVReader(layout, pool) if needs_kv else None
     engine_id = uuid.uuid4().hex
+    endpoints = parse_endpoints(config.bridge)
 
-    def introduce(producer: RecordProducer) -> None:
+    def introduce(producer: RecordProducers) -> None:
         scales = kv.scales() if kv else {}
         producer.hello(engine_id, layout, scales, {"path": model_runner.model_config.model_path})
 
@@ -266,11 +273,13 @@ def start(model_runner: Any, config: TraceConfig, layout: RecordLayout, max_rows
         Ledger(pool.size + pool.page_size, device),
         Staging(layout, max_rows, device),
         Shipper(
-            lambda: RecordProducer(
-                config.bridge, keys=config.bridge_keys or None, overflow=config.on_overflow
+            lambda: RecordProducers(
+                RecordProducer(each, keys=config.bridge_keys or None, overflow=config.on_overflow)
+                for each in endpoints
             ),
             introduce,
             layout,
             config.on_overflow,
         ),
+        len(endpoints),
     )

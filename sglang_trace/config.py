@@ -32,7 +32,7 @@ class InvalidOption(TraceError):
 class TraceConfig:
     """What is captured and where it goes.
 
-    bridge   endpoint of the bridge daemon
+    bridge   endpoint of the bridge daemon, or those of several, separated by commas
     sites    what is recorded
     layers   "deeper-half", "all" or a list such as "0,3,5-7"
     bits     low bits kept of each code word, 1 to 4
@@ -85,8 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--trace-bridge",
-        metavar="ENDPOINT",
-        help="Bridge daemon, such as tcp://127.0.0.1:7707. Default: one of the server's own.",
+        metavar="ENDPOINT[,ENDPOINT...]",
+        help="Bridge daemon, such as tcp://127.0.0.1:7707, or several, over which trajectories are "
+        "spread; the trainer names them in the same order. Default: one of the server's own.",
     )
     group.add_argument(
         "--trace-bridge-keys",

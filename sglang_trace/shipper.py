@@ -18,7 +18,8 @@ from torch import Tensor
 from bridge.errors import NonFiniteActivation, TraceError
 from bridge.fp4 import has_nan_scale
 from bridge.layout import Kind, Part, RecordLayout, Site
-from bridge.producer import Overflow, RecordProducer
+from bridge.producer import Overflow
+from bridge.producers import RecordProducers
 from sglang_trace.events import DigestsEvent, Event, RowsEvent, TrajectoryEvent
 from sglang_trace.host_copy import HostCopy
 
@@ -36,8 +37,8 @@ class Shipper:
 
     def __init__(
         self,
-        connect: Callable[[], RecordProducer],
-        introduce: Callable[[RecordProducer], None],
+        connect: Callable[[], RecordProducers],
+        introduce: Callable[[RecordProducers], None],
         layout: RecordLayout,
         overflow: Overflow = Overflow.BLOCK,
     ) -> None:
@@ -103,8 +104,8 @@ class Shipper:
 
     def _run(
         self,
-        connect: Callable[[], RecordProducer],
-        introduce: Callable[[RecordProducer], None],
+        connect: Callable[[], RecordProducers],
+        introduce: Callable[[RecordProducers], None],
     ) -> None:
         try:
             with connect() as producer:
@@ -131,7 +132,7 @@ class Shipper:
             self._queue.clear()
             self._changed.notify_all()
 
-    def _next(self, producer: RecordProducer) -> Event | None:
+    def _next(self, producer: RecordProducers) -> Event | None:
         """Return the next event, None when closing and all are sent."""
         while True:
             with self._changed:
@@ -147,13 +148,13 @@ class Shipper:
             # Idle: take acknowledgements, resend what was lost.
             producer.poll()
 
-    def _tell_dropped(self, producer: RecordProducer) -> None:
+    def _tell_dropped(self, producer: RecordProducers) -> None:
         with self._changed:
             dropped, self._dropped = self._dropped, Counter()
         for part, rows in dropped.items():
             producer.count_dropped(part, rows)
 
-    def _send(self, producer: RecordProducer, event: Event) -> None:
+    def _send(self, producer: RecordProducers, event: Event) -> None:
         self._tell_dropped(producer)
         match event:
             case RowsEvent():
