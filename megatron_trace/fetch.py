@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from bridge.client import TraceClient
-from bridge.layout import Site
+from bridge.layout import Site, TensorSlice
+from bridge.layout.tensor_slice import ALL_VALUES
 from bridge.records import TrajectoryRecords
 from megatron_trace.guidance import Guidance
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatron_trace.key_values import KeyValues
+
 
 def fetch_records(
-    client: TraceClient, trajectories: Iterable[str], guidance: Guidance | None = None
+    client: TraceClient,
+    trajectories: Iterable[str],
+    guidance: Guidance | None = None,
+    model: nn.Module | Sequence[nn.Module] | None = None,
 ) -> list[TrajectoryRecords | None]:
     """Return the records of every trajectory, only the layers and sites that `guidance` names.
+
+    With `model`, which `enable_fp4` has marked, a tensor-parallel rank gets of K and V its own
+    heads alone. All else it gets whole: the inputs of fc1 and the routes are the same on every
+    rank, and fc2's records travel on to the ranks that hold the experts.
 
     Raises:
         UnknownTrajectory: if nothing is held under a name, unless `guidance.on_missing` is
@@ -28,6 +42,18 @@ def fetch_records(
         trajectories,
         layers=layers,
         sites=sites,
+        tensor_slice=ALL_VALUES if model is None else _slice_of(model),
         allow_unknown=guidance.on_missing != "error",
     )
     return list(found)
+
+
+def _slice_of(model: nn.Module | Sequence[nn.Module]) -> TensorSlice:
+    """Return what of K and V this rank computes, the same in every layer."""
+    chunks: Sequence[nn.Module] = model if isinstance(model, Sequence) else (model,)
+    for chunk in chunks:
+        for module in chunk.modules():
+            mark: KeyValues | None = module.__dict__.get("trace_key_value")
+            if mark is not None:
+                return mark.tensor_slice
+    return ALL_VALUES

@@ -149,6 +149,7 @@ class GuidedMicroBatch:
             self.rows.state_of(part)[tokens],
             Following(bits, self.guidance.reading, self.guidance.compare),
             self.counts(site, layer) if counting else None,
+            self.layout.values(site),
         )
 
     @property

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
+from bridge.errors import TraceError
 from bridge.fp4 import (
     MAGNITUDE_BITS,
     NVFP4_BLOCK,
@@ -24,6 +25,10 @@ from bridge.fp4 import (
 from bridge.guidance import Reading, guided_quantize, straight_through
 from bridge.layout import SiteRecord
 from bridge.lowbits import MAX_BITS
+
+
+class RecordsOfOtherRank(TraceError):
+    """Records were fetched for the tensor-parallel part of another rank."""
 
 
 class RowState(IntEnum):
@@ -63,10 +68,11 @@ class Following:
 class SiteRows:
     """The records of one call's rows.
 
-    record        planes, block scales and token scales of the full row width
+    record        planes, block scales and token scales of the values that were fetched
     global_scale  float32 [R, 1] or [], the rollout's second scale
     state         uint8 [R], `RowState`
     counts        int64 [len(Counter)] that is added to, None to count nothing
+    held          which values of the full row width the record has
     """
 
     record: SiteRecord
@@ -74,17 +80,28 @@ class SiteRows:
     state: Tensor
     following: Following
     counts: Tensor | None
+    held: range
 
     def rounded(self, values_RN: Tensor, own: Fp4Tensor, first: int) -> Fp4Tensor:
-        """Return the code words the forward uses for values that start at column `first`."""
-        columns = slice(first, first + values_RN.shape[-1])
-        recorded = self._recorded(columns)
+        """Return the code words the forward uses for values that start at column `first`.
+
+        Raises:
+            RecordsOfOtherRank: if the record does not have these columns.
+        """
+        recorded = self._recorded(first, first + values_RN.shape[-1])
         used = self._merge(values_RN, own, recorded) if self.following.bits else own
         if self.counts is not None:
             self._count(self.counts, own, used, recorded)
         return used
 
-    def _recorded(self, columns: slice) -> Fp4Tensor:
+    def _recorded(self, first: int, last: int) -> Fp4Tensor:
+        if not self.held.start <= first <= last <= self.held.stop:
+            raise RecordsOfOtherRank(
+                f"This rank computes values {first} to {last} of a row, the records have "
+                f"{self.held.start} to {self.held.stop}: fetch them on every rank for its own "
+                "part of the model."
+            )
+        columns = slice(first - self.held.start, last - self.held.start)
         blocks = slice(columns.start // NVFP4_BLOCK, columns.stop // NVFP4_BLOCK)
         codes = self.record.low_codes()[:, columns]
         scales = self.record.scales_u8[:, blocks].contiguous()

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from reference_rollout import Weights
+from reference_rollout import SHAPE, Weights
 from torch import Tensor
 
 from bridge import embedded
 from bridge.client import TraceClient
 from bridge.errors import UnknownTrajectory, WeightVersionMismatch
-from bridge.layout import Part, Site
+from bridge.layout import Part, Site, TensorSlice
 from bridge.producer import RecordProducer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -109,3 +109,27 @@ def test_an_unknown_trajectory_and_another_weight_version_are_refused_or_counted
     lib.packed_logits(build_fp4(), sequences, micro_batch)
     count = micro_batch.report().total([Site.K])
     assert count.missing == count.guided * len(sequences[1]) / (len(sequences[0]) - 1)
+
+
+def test_records_of_another_tensor_parallel_rank_guide_nothing(
+    lib: Any, client: TraceClient, build_fp4: Callable[..., Any], sequences: list[Tensor]
+) -> None:
+    from megatron_trace.guidance import GuidanceError
+    from megatron_trace.rounding import RecordsOfOtherRank
+
+    half = SHAPE.num_kv_heads // 2
+    heads = list(client.fetch_all(["t0", "t1"], tensor_slice=TensorSlice(heads=(0, half))))
+    with pytest.raises(RecordsOfOtherRank, match="fetch them on every rank"):
+        lib.packed_logits(build_fp4(), sequences, lib.packed(heads, sequences, version="4"))
+    width = list(client.fetch_all(["t0", "t1"], tensor_slice=TensorSlice(fc2=(0, 16))))
+    with pytest.raises(GuidanceError, match="fetch fc2 whole"):
+        lib.packed(width, sequences, version="4")
+
+
+def test_one_rank_fetches_all_heads_of_its_model(
+    client: TraceClient, build_fp4: Callable[..., Any], direct: list[Any]
+) -> None:
+    from megatron_trace import fetch_records
+
+    fetched = fetch_records(client, ["t0"], model=build_fp4())
+    assert torch.equal(fetched[0].kv[:-1], direct[0].kv[:-1])
