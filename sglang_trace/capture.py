@@ -7,7 +7,6 @@ Shape legend: n rows of a forward pass, T positions of a request, B bytes of a r
 
 from __future__ import annotations
 
-import uuid
 from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,8 @@ from torch import Tensor
 
 from bridge.errors import TraceError
 from bridge.homes import counts_of, parse_endpoints
-from bridge.layout import Part, RecordLayout, Site
+from bridge.layout import Part, RecordLayout
+from bridge.layout.rank_shards import rank_shards
 from bridge.producer import RecordProducer
 from bridge.producers import RecordProducers
 from bridge.wire import TrajectoryState
@@ -28,7 +28,7 @@ from sglang_trace.config import TraceConfig
 from sglang_trace.events import DigestsEvent, RowsEvent, TrajectoryEvent
 from sglang_trace.expert_weights import Experts
 from sglang_trace.host_copy import made
-from sglang_trace.kv_reader import KVReader, RawKV
+from sglang_trace.kv_reader import KVReader, RawKV, kv_scales
 from sglang_trace.ledger import NO_ROW, Ledger, Span
 from sglang_trace.moe_method import moe_layers
 from sglang_trace.names import client_trajectory
@@ -48,7 +48,11 @@ class ForwardNotUnderstood(TraceError):
 
 
 class Capture:
-    """What one engine has recorded and sent."""
+    """What one rank of an engine has recorded and sent.
+
+    All ranks of a tensor-parallel group number rows alike and send their shares of them; one of
+    them tells trajectories and digests for all.
+    """
 
     def __init__(
         self,
@@ -59,6 +63,8 @@ class Capture:
         staging: Staging,
         shipper: Shipper,
         bridges: int = 1,
+        *,
+        tells: bool = True,
     ) -> None:
         self._model = model
         self._layout = layout
@@ -67,6 +73,7 @@ class Capture:
         self._staging = staging
         self._shipper = shipper
         self._homes = RowHomes(bridges)
+        self._tells = tells
         self._versions = WeightVersions()
         self._block = RowBlock.on(staging.rows_MB.device, layout.row_bytes(Part.FORWARD))
         # Of every expert matrix, under its Hugging Face name.
@@ -145,10 +152,12 @@ class Capture:
     def _put_trajectory(
         self, trajectory: str, tokens: list[int], rows_T: Tensor, state: TrajectoryState
     ) -> None:
+        self._ship(self._block.take())
+        if not self._tells:
+            return
         # Twice as fast as from a list, and prompts are long.
         tokens_T = torch.frombuffer(array("i", tokens), dtype=torch.int32)
         nbytes = tokens_T.nbytes + rows_T.nbytes
-        self._ship(self._block.take())
         self._shipper.put(
             TrajectoryEvent(trajectory, tokens_T, rows_T, state, nbytes, made(rows_T))
         )
@@ -156,7 +165,9 @@ class Capture:
     def _send_kv(self, kv: KVReader, rows_T: Tensor, slots_T: Tensor) -> None:
         due_T = self._ledger.take_due_kv(rows_T, slots_T)
         rows_n, slots_n = rows_T[due_T], slots_T[due_T]
-        for label, mask_n in self._versions.split(torch.from_numpy(counts_of(rows_n.numpy()))):
+        for label, mask_n in self._versions.split(
+            torch.from_numpy(counts_of(rows_n.cpu().numpy()))
+        ):
             pieces = kv.gather(slots_n[mask_n])
             nbytes = sum(piece.packed.nbytes + piece.scales.nbytes for piece in pieces)
             encode = _encoder(kv, pieces)
@@ -172,6 +183,8 @@ class Capture:
         self._ship(self._block.take())
         label = self._versions.enter(version, self._ledger.next_row)
         self._digests |= changed_digests(self._model)
+        if not self._tells:
+            return
         for names in batched(self._digests, DIGESTS_PER_MESSAGE):
             piece = {name: self._digests[name] for name in names}
             nbytes = sum(len(name) + len(value) for name, value in piece.items())
@@ -254,32 +267,36 @@ def batched(names: Iterable[str], size: int) -> Iterator[tuple[str, ...]]:
 
 
 def start(model_runner: Any, config: TraceConfig, layout: RecordLayout, max_rows: int) -> Capture:
-    """Connect to the bridge and begin to capture the model of this process."""
-    needs_kv = bool({Site.K, Site.V} & set(layout.sites))
+    """Connect to the bridges and begin to capture what this process computes of the model."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    ranks = get_tp_group()
+    shards, rank = rank_shards(layout, ranks.world_size), ranks.rank_in_group
+    own = shards[rank].layout
     pool = model_runner.token_to_kv_pool
-    kv = KVReader(layout, pool) if needs_kv else None
-    engine_id = uuid.uuid4().hex
     endpoints = parse_endpoints(config.bridge)
 
     def introduce(producer: RecordProducers) -> None:
-        scales = kv.scales() if kv else {}
-        producer.hello(engine_id, layout, scales, {"path": model_runner.model_config.model_path})
+        model = {"path": model_runner.model_config.model_path}
+        scales = kv_scales(layout, pool)
+        producer.hello(config.run, layout, scales, model, shards=shards, shard=rank)
 
     device = model_runner.device
     return Capture(
         model_runner.model,
-        layout,
-        kv,
+        own,
+        KVReader(own, pool) if own.row_bytes(Part.KV) else None,
         Ledger(pool.size + pool.page_size, device),
-        Staging(layout, max_rows, device),
+        Staging(own, max_rows, device),
         Shipper(
             lambda: RecordProducers(
                 RecordProducer(each, keys=config.bridge_keys or None, overflow=config.on_overflow)
                 for each in endpoints
             ),
             introduce,
-            layout,
+            own,
             config.on_overflow,
         ),
         len(endpoints),
+        tells=rank == 0,
     )

@@ -39,6 +39,7 @@ class TraceConfig:
     on_overflow   what happens to records that the bridge does not take in time
     failure_file  where a process of the server writes the sentence that ended it
     bridge_keys   this client's key file, empty for a bridge without keys
+    run           names this run of the server, the same in all its processes
     """
 
     bridge: str
@@ -48,6 +49,7 @@ class TraceConfig:
     on_overflow: Overflow = Overflow.BLOCK
     failure_file: str = ""
     bridge_keys: str = ""
+    run: str = ""
 
     def layout(self, shape: ModelShape) -> RecordLayout:
         """Return the record layout for a model."""

@@ -25,21 +25,27 @@ class RawKV:
     scales: Tensor
 
 
+def kv_layers(layout: RecordLayout) -> list[int]:
+    """Return the layers whose K or V is recorded."""
+    return sorted({*layout.site_layers(Site.K), *layout.site_layers(Site.V)})
+
+
+def kv_scales(layout: RecordLayout, pool: Any) -> dict[int, tuple[float, float]]:
+    """Return the global K and V scale of every captured layer, the same on all ranks."""
+    layers = kv_layers(layout)
+    if not layers:
+        return {}
+    method = pool.quant_method
+    return {layer: (method.k_scales_float[layer], method.v_scales_float[layer]) for layer in layers}
+
+
 class KVReader:
     """Copies what the pool holds in given slots and lays it out as rows of the KV part."""
 
     def __init__(self, layout: RecordLayout, pool: Any) -> None:
         self._layout = layout
         self._pool = pool
-        self._layers = sorted({*layout.site_layers(Site.K), *layout.site_layers(Site.V)})
-
-    def scales(self) -> dict[int, tuple[float, float]]:
-        """Return the global K and V scale of every captured layer."""
-        method = self._pool.quant_method
-        return {
-            layer: (method.k_scales_float[layer], method.v_scales_float[layer])
-            for layer in self._layers
-        }
+        self._layers = kv_layers(layout)
 
     def gather(self, slots_n: Tensor) -> list[RawKV]:
         """Copy codes and scales of these slots; must run before the slots are given back."""

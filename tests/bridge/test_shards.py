@@ -320,9 +320,14 @@ class TestIntroduction:
     def test_rows_of_another_ranks_width_are_refused(self, shared_endpoint: str) -> None:
         ranks = Ranks(LAYOUT, 2, tp=2, ep=1)
         with producers(shared_endpoint, ranks, "widths") as connected:
-            connected[1].send_rows(Part.FORWARD, range(2), ranks.sent(0, Part.FORWARD), "v1")
-            with pytest.raises(SchemaMismatch, match="for shard 1"):
+
+            def exchange() -> None:
+                """A quick answer is raised by the first of these, a slow one by the second."""
+                connected[1].send_rows(Part.FORWARD, range(2), ranks.sent(0, Part.FORWARD), "v1")
                 connected[1].flush()
+
+            with pytest.raises(SchemaMismatch, match="for shard 1"):
+                exchange()
 
     @given(st.integers(1, 4000))
     def test_a_row_of_slots_has_room_for_whole_slots_only(self, row_bytes: int) -> None:
