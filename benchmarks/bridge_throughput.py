@@ -197,7 +197,7 @@ def fetch_memory(load: Load, rounds: int) -> list[dict[str, Any]]:
                 own = rows + number * (1 if kind == "decoded" else load.messages)
                 engine.send_trajectory(name, 0, range(load.messages), own, "finished")
             engine.flush()
-            page = trainer._ask(Fetch(names[0]), FetchReply)
+            (page,) = trainer._ask(Fetch(names[0]), FetchReply)
             frames = encode(page, 0)
             sizes = sum(len(frame) for frame in frames)
             pipe = BarePipe(frames, to_child=False)

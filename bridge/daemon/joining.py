@@ -21,6 +21,8 @@ from bridge.index.block_table import BlockTable
 from bridge.layout import Part, RecordLayout, Shard
 from bridge.layout.selection import as_slices, overlap
 
+_PIECE_BYTES = 4 << 20
+
 
 class Joining:
     """Reads the rows of engines that several ranks make up."""
@@ -65,16 +67,30 @@ class Joining:
             rows, found_N = self._gather.rows(width, columns, places_N)
             joined.put(np.flatnonzero(found_N), target, rows[found_N])
             return
-        for width, at in self._by_width(places_N):
-            packed, found = self._gather.rows(width, (slice(0, width),), places_N[at])
-            rows, there = shard.unpack(packed[found])
-            joined.put(at[found], target, rows[:, source], there[:, source])
+        wants_slots = bool(np.isin(source, shard.slot_columns).any())
+        for width, at in self._by_width(places_N, shard.layout.row_bytes(part)):
+            if wants_slots:
+                packed, found = self._gather.rows(width, (slice(0, width),), places_N[at])
+                rows, there = shard.unpack(packed[found])
+                joined.put(at[found], target, rows[:, source], there[:, source])
+            else:
+                within = as_slices(np.searchsorted(shard.other_columns, source).astype(np.int64))
+                rows, found = self._gather.rows(width, within, places_N[at])
+                joined.put(at[found], target, rows[found])
 
-    def _by_width(self, places_N: NDArray[np.void]) -> Iterator[tuple[int, NDArray[np.intp]]]:
-        """Yield (bytes of a row, which of the rows have them) for every width that occurs."""
+    def _by_width(
+        self, places_N: NDArray[np.void], row_bytes: int
+    ) -> Iterator[tuple[int, NDArray[np.intp]]]:
+        """Yield (bytes of a row, some of the rows that have them), a few MiB of them at a time.
+
+        However little of them is wanted, they are read and unpacked whole.
+        """
         widths_N = self._blocks.row_bytes(places_N["block"])
+        step = max(1, _PIECE_BYTES // row_bytes)
         for width in np.unique(widths_N[widths_N > 0]).tolist():
-            yield width, np.flatnonzero(widths_N == width)
+            at = np.flatnonzero(widths_N == width)
+            for begin in range(0, len(at), step):
+                yield width, at[begin : begin + step]
 
 
 class _Joined:

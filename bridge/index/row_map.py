@@ -55,7 +55,7 @@ class RowMap:
         for number, at in _pages(rows_N):
             page = self._page(number)
             self._count(page, -1)
-            page[rows_N[at] & (_PAGE_ROWS - 1), sender] = places_N[at]
+            page[:, sender][rows_N[at] & (_PAGE_ROWS - 1)] = places_N[at]
             self._count(page, 1)
 
     def find(self, rows_N: NDArray[np.int64]) -> NDArray[np.void]:

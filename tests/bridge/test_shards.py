@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from bridge import embedded
 from bridge.client import TraceClient
@@ -220,6 +221,31 @@ def test_a_slot_that_no_rank_computed_makes_the_row_missing(shared_endpoint: str
         tell(connected[0], ranks, "slots")
     with TraceClient(shared_endpoint) as client:
         assert client.fetch("slots").forward_valid.tolist() == [True, False, True, True]
+
+
+def test_large_rows_of_slots_are_unpacked_piece_by_piece(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bridge.daemon.joining._PIECE_BYTES", 3 * LAYOUT.row_bytes(Part.FORWARD))
+    endpoint, ranks = serve(MemoryStore(64 << 20)), Ranks(LAYOUT, 20, tp=4, ep=4)
+    unpacked: list[int] = []
+    unpack = Shard.unpack
+
+    def counting(shard: Shard, packed: NDArray[np.uint8]) -> Any:
+        unpacked.append(len(packed))
+        return unpack(shard, packed)
+
+    monkeypatch.setattr(Shard, "unpack", counting)
+    deliver(endpoint, ranks, "t")
+    with TraceClient(endpoint) as client:
+        np.testing.assert_array_equal(client.fetch("t").forward, ranks.whole(Part.FORWARD))
+        assert sum(unpacked) == 4 * 20
+        assert max(unpacked) < 20
+        unpacked.clear()
+        routes = client.fetch("t", sites=(Site.ROUTES,))
+    assert not unpacked
+    expected = ranks.whole(Part.FORWARD, LAYOUT.narrow(sites=(Site.ROUTES,)))
+    np.testing.assert_array_equal(routes.forward, expected)
 
 
 def test_acknowledged_shards_survive_a_killed_daemon_and_the_rest_completes_them(
