@@ -21,8 +21,7 @@ _LARGEST = ("step", "engines", "full")
 
 def elsewhere(records: TrajectoryRecords, home: int) -> dict[int, slice]:
     """Return the bridges that hold rows which the home does not, and where their rows are."""
-    lacking_T = _lacking(records)
-    homes_T = np.where(lacking_T, homes_of(records.rows.numpy()), home)
+    homes_T = np.where(records.lacking().numpy(), homes_of(records.rows.numpy()), home)
     places = {number: np.flatnonzero(homes_T == number) for number in np.unique(homes_T).tolist()}
     return {
         number: slice(int(at[0]), int(at[-1]) + 1)
@@ -64,15 +63,6 @@ def _with_versions(
     unknown_T = same_T & (index_T < 0)
     index_T[unknown_T] = theirs_T[unknown_T]
     return replace(records, weight_versions=names)
-
-
-def _lacking(records: TrajectoryRecords) -> NDArray[np.bool_]:
-    """Return the positions with a row of which something is recorded and not there: bool [T]."""
-    lacking_T = np.zeros(len(records), dtype=np.bool_)
-    for rows, valid in ((records.forward, records.forward_valid), (records.kv, records.kv_valid)):
-        if rows.shape[1]:
-            lacking_T |= ~valid.numpy()
-    return lacking_T & (records.rows.numpy() >= 0)
 
 
 def _names(records: TrajectoryRecords) -> NDArray[np.str_]:

@@ -64,3 +64,17 @@ class TrajectoryRecords:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def lacking(self) -> Tensor:
+        """Return the positions whose row was told while bytes of it are not there: bool [T].
+
+        They are lost, or on their way: an engine's ranks and bridges do not wait for each other, so
+        a trajectory may be finished a moment before all shares of its rows have arrived.
+        """
+        import torch
+
+        lacking = torch.zeros(len(self), dtype=torch.bool)
+        for rows, valid in ((self.forward, self.forward_valid), (self.kv, self.kv_valid)):
+            if rows.shape[1]:
+                lacking |= ~valid
+        return lacking & (self.rows >= 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -133,3 +135,38 @@ def test_one_rank_fetches_all_heads_of_its_model(
 
     fetched = fetch_records(client, ["t0"], model=build_fp4())
     assert torch.equal(fetched[0].kv[:-1], direct[0].kv[:-1])
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_rows_on_their_way_are_waited_for_and_lost_ones_are_an_error(
+    lib: Any,
+    client: TraceClient,
+    direct: list[Any],
+    sequences: list[Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    arrives: bool,
+) -> None:
+    from megatron_trace import fetch_records
+    from megatron_trace.microbatch import MissingRecords
+
+    monkeypatch.setattr("megatron_trace.fetch.PATIENCE_S", 20.0 if arrives else 0.3)
+    record, tokens, name = direct[0], sequences[0], f"late-{arrives}"
+    rows = torch.arange(len(tokens) - 1)
+    with RecordProducer(client.endpoint) as producer, ThreadPoolExecutor(1) as trainer:
+        producer.hello(name, record.layout, KV_SCALES)
+        producer.send_rows(Part.FORWARD, rows, record.forward[:-1], "4")
+        producer.send_rows(Part.KV, rows[:-1], record.kv[:-2], "4")
+        told = torch.cat((rows, torch.tensor([-1])))
+        producer.send_trajectory(name, 0, tokens, told, "finished")
+        producer.flush()
+        fetched = trainer.submit(fetch_records, client, [name])
+        time.sleep(0.2)
+        if arrives:
+            producer.send_rows(Part.KV, rows[-1:], record.kv[-2:-1], "4")
+            producer.flush()
+        found = fetched.result()
+    if arrives:
+        lib.packed(found, [tokens], version="4")
+    else:
+        with pytest.raises(MissingRecords, match="1 of"):
+            lib.packed(found, [tokens], version="4")

@@ -15,7 +15,13 @@ from bridge.layout import Site
 from tests.sglang_trace.conftest import CAPTURE_FLAGS, SERVER_FLAGS
 from tests.sglang_trace.live_server import LiveServer, serving, tokens_of
 from tests.sglang_trace.reference_model import ReferenceModel
-from tests.sglang_trace.test_server_capture import AGREEMENT, agreement, complete, fetch, prompt_of
+from tests.sglang_trace.test_server_capture import (
+    AGREEMENT,
+    agreement,
+    complete,
+    fetch_whole,
+    prompt_of,
+)
 
 pytestmark = pytest.mark.server
 
@@ -57,7 +63,7 @@ def test_a_group_whose_trajectories_live_on_two_bridges_shares_its_prompts_rows(
     assert all(reply["meta_info"]["cached_tokens"] == len(prompt) - 1 for reply in replies)
     with TraceClient(endpoints) as client:
         for name, reply in zip(names, replies, strict=True):
-            records = fetch(client, name, "finished")
+            records = fetch_whole(client, name)
             assert records.tokens.tolist() == tokens_of(reply, prompt)
             assert complete(records)
             assert agreement(records, reference) > AGREEMENT
@@ -90,7 +96,7 @@ def test_a_killed_bridge_is_made_up_for_when_it_is_back(
     bridges[1] = embedded.start(directory, endpoint=bridges[1].endpoint)
     with TraceClient(endpoints) as client:
         for name, reply in zip(names, replies, strict=True):
-            records = fetch(client, name, "finished")
+            records = fetch_whole(client, name)
             assert records.tokens.tolist() == tokens_of(reply, prompt)
             assert complete(records)
         # What it had acknowledged before is there again.

@@ -19,7 +19,7 @@ from tests.sglang_trace.test_server_capture import (
     STRANGERS,
     agreement,
     complete,
-    fetch,
+    fetch_whole,
     prompt_of,
 )
 from tests.sglang_trace.test_server_weights import expert_digests, told_digests
@@ -55,7 +55,7 @@ def test_the_ranks_shares_join_to_what_the_model_computes(
     extra = {"sampling_params": {"temperature": 1.0}}
     replies = live.generate_together([request | extra for request in requested])
     for request, reply in zip(requested, replies, strict=True):
-        records = fetch(client, request["rid"], "finished")
+        records = fetch_whole(client, request["rid"])
         assert records.tokens.tolist() == tokens_of(reply, request["prompt"])
         assert complete(records)
         assert agreement(records, reference) > AGREEMENT
@@ -74,7 +74,7 @@ def test_each_half_of_a_split_site_agrees_with_the_model_as_well_as_on_one_rank(
     for each in (live, server):
         each.generate("halves", prompt, 1)
         with each.client() as client:
-            shares.append(shares_of_halves(fetch(client, "halves", "finished"), reference))
+            shares.append(shares_of_halves(fetch_whole(client, "halves"), reference))
     split, whole = shares
     assert split.keys() == whole.keys()
     for place, share in split.items():
@@ -105,7 +105,7 @@ def test_digests_are_those_of_whole_matrices_before_and_after_an_update(
     assert live.post("update_weights_from_disk", body)["success"]
     assert told_digests(client, "next") == expert_digests(other)
     live.generate("after", prompt_of(40, salt=3), 8)
-    records = fetch(client, "after", "finished")
+    records = fetch_whole(client, "after")
     assert complete(records)
     assert records.weight_versions == ("next",)
     assert agreement(records, ReferenceModel(other)) > AGREEMENT
