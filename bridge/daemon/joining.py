@@ -2,25 +2,29 @@
 
 A row is valid only if every rank that sends bytes of its part has sent it, whatever is asked for:
 all trainer ranks then find the same rows missing. Nor is a row valid whose ranks disagree, on a
-byte that several of them sent or on the weights that computed it, or whose expert slots nobody
-sent: ranks that have lost step with each other must not make a row that none of them computed.
+byte that several of them sent or on the weights that computed it, or if fc2 is asked for and an
+expert slot was sent by nobody or twice: ranks that have lost step with each other must not make a
+row that none of them computed.
 
-Shapes: N = rows asked for, W = bytes of a narrowed row.
+Shapes: N = rows asked for, P = rows of a piece of them, W = bytes of a narrowed row, C = expert
+slots of a row in all layers, K = of one layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bridge.daemon.gather import Gather
+from bridge.daemon.join_plan import Share, SlotShare, join_plan
 from bridge.index import Engine
 from bridge.index.block_table import BlockTable
 from bridge.layout import Part, RecordLayout, Shard
-from bridge.layout.selection import as_slices, overlap
 
+# Rows are joined in pieces, because much more may be read of them than is asked for.
 _PIECE_BYTES = 4 << 20
 
 
@@ -35,87 +39,110 @@ class Joining:
         self, engine: Engine, part: Part, rows_N: NDArray[np.int64], reduced: RecordLayout
     ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
         """Return (uint8 [N, W], valid bool [N]) in a reduced layout; other rows are zero."""
-        joined = _Joined(len(rows_N), reduced.row_bytes(part))
-        if joined.rows_NW.size == 0:
-            return joined.rows_NW, np.zeros(len(rows_N), dtype=np.bool_)
+        joined_NW = np.zeros((len(rows_N), reduced.row_bytes(part)), dtype=np.uint8)
+        if joined_NW.size == 0:
+            return joined_NW, np.zeros(len(rows_N), dtype=np.bool_)
         places_NS = engine.maps[part].find_each(rows_N)
-        valid_N = (places_NS["block"] >= 0).all(axis=1)
         versions_NS = self._blocks.versions(places_NS["block"])
+        valid_N = (places_NS["block"] >= 0).all(axis=1)
         valid_N &= (versions_NS == versions_NS[:, :1]).all(axis=1)
-        for number, shard in enumerate(engine.senders(part)):
-            places_N = places_NS[:, number].copy()
-            places_N["block"][~valid_N] = -1
-            bytes_of = overlap(engine.hello.layout, shard.layout, reduced, part)
-            if len(bytes_of[0]):
-                self._add(joined, shard, part, places_N, *bytes_of)
-        valid_N &= joined.complete()
-        joined.rows_NW[~valid_N] = 0
-        return joined.rows_NW, valid_N
+        places_NS["block"][~valid_N] = -1
+        full = engine.hello.layout
+        plan = join_plan(full, tuple(engine.senders(part)), reduced, part)
+        step = max(1, _PIECE_BYTES // full.row_bytes(part))
+        for begin in range(0, len(rows_N), step):
+            at = slice(begin, begin + step)
+            piece = _Piece(joined_NW[at], valid_N[at], {})
+            for number, share in enumerate(plan):
+                self._add(piece, share, part, places_NS[at, number])
+            piece.finish()
+        return joined_NW, valid_N
 
-    def _add(
-        self,
-        joined: _Joined,
-        shard: Shard,
-        part: Part,
-        places_N: NDArray[np.void],
-        source: NDArray[np.int64],
-        target: NDArray[np.int64],
-    ) -> None:
-        """Put columns ``source`` of a shard's rows into columns ``target`` of the joined ones."""
-        if not shard.by_slot or part is Part.KV:
-            width, columns = shard.layout.row_bytes(part), as_slices(source)
-            rows, found_N = self._gather.rows(width, columns, places_N)
-            joined.put(np.flatnonzero(found_N), target, rows[found_N])
+    def _add(self, piece: _Piece, share: Share, part: Part, places_P: NDArray[np.void]) -> None:
+        """Add what one rank sent of a piece."""
+        if not share.shard.by_slot or part is Part.KV:
+            width = share.shard.layout.row_bytes(part)
+            if share.moves or len(share.again[0]):
+                read = share.read or (slice(0, width),)
+                rows_PB, found_P = self._gather.rows(width, read, places_P)
+                piece.valid_P &= found_P
+                piece.add(share, slice(None), rows_PB)
             return
-        wants_slots = bool(np.isin(source, shard.slot_columns).any())
-        for width, at in self._by_width(places_N, shard.layout.row_bytes(part)):
-            if wants_slots:
-                packed, found = self._gather.rows(width, (slice(0, width),), places_N[at])
-                rows, there = shard.unpack(packed[found])
-                joined.put(at[found], target, rows[:, source], there[:, source])
-            else:
-                within = as_slices(np.searchsorted(shard.other_columns, source).astype(np.int64))
-                rows, found = self._gather.rows(width, within, places_N[at])
-                joined.put(at[found], target, rows[found])
+        for width, at in self._by_width(places_P):
+            read = share.read or (slice(0, width),)
+            rows_PB, found = self._gather.rows(width, read, places_P[at])
+            piece.valid_P[at] &= found
+            piece.add(share, at, rows_PB)
+            if share.slots is not None:
+                piece.add_slots(share.shard, share.slots, at, rows_PB)
 
-    def _by_width(
-        self, places_N: NDArray[np.void], row_bytes: int
-    ) -> Iterator[tuple[int, NDArray[np.intp]]]:
-        """Yield (bytes of a row, some of the rows that have them), a few MiB of them at a time.
-
-        However little of them is wanted, they are read and unpacked whole.
-        """
-        widths_N = self._blocks.row_bytes(places_N["block"])
-        step = max(1, _PIECE_BYTES // row_bytes)
-        for width in np.unique(widths_N[widths_N > 0]).tolist():
-            at = np.flatnonzero(widths_N == width)
-            for begin in range(0, len(at), step):
-                yield width, at[begin : begin + step]
+    def _by_width(self, places_P: NDArray[np.void]) -> Iterator[tuple[int, NDArray[np.intp]]]:
+        """Yield (bytes of a row, which of the rows have them) for every width that occurs."""
+        widths_P = self._blocks.row_bytes(places_P["block"])
+        for width in np.unique(widths_P[widths_P > 0]).tolist():
+            yield width, np.flatnonzero(widths_P == width)
 
 
-class _Joined:
-    """Rows that are put together byte by byte."""
+@dataclass(slots=True)
+class _Piece:
+    """Some rows that are put together.
 
-    def __init__(self, rows: int, width: int) -> None:
-        self.rows_NW = np.zeros((rows, width), dtype=np.uint8)
-        self._there_NW = np.zeros((rows, width), dtype=np.bool_)
-        self._disagree_N = np.zeros(rows, dtype=np.bool_)
+    sent   by number of a part of the slots: how many ranks sent each slot, uint8 [P, C]
+    """
 
-    def put(
-        self,
-        at: NDArray[np.intp],
-        columns: NDArray[np.int64],
-        values: NDArray[np.uint8],
-        there: NDArray[np.bool_] | bool = True,
+    rows_PW: NDArray[np.uint8]
+    valid_P: NDArray[np.bool_]
+    sent: dict[int, NDArray[np.uint8]]
+
+    def add(self, share: Share, at: slice | NDArray[np.intp], read_PB: NDArray[np.uint8]) -> None:
+        """Put what is the same in all rows into the rows ``at``."""
+        for source, target in share.moves:
+            self.rows_PW[at, target] = read_PB[:, source]
+        source_B, target_B = share.again
+        if len(source_B):
+            known = self.rows_PW[at][:, target_B]
+            self.valid_P[at] &= (known == read_PB[:, source_B]).all(axis=1)
+
+    def add_slots(
+        self, shard: Shard, slots: SlotShare, at: NDArray[np.intp], packed: NDArray[np.uint8]
     ) -> None:
-        """Put ``values`` where they are ``there`` at these rows and columns."""
-        place = np.ix_(at, columns)
-        known, held = self._there_NW[place], self.rows_NW[place]
-        self._disagree_N[at] |= (known & there & (held != values)).any(axis=1)
-        self.rows_NW[place] = np.where(there, values, held)
-        self._there_NW[place] = known | there
+        """Put the expert slots that one rank computed into the rows ``at``."""
+        computed, cells = shard.unpacked(packed)
+        known = {part: sent[at] > 0 for part, sent in self.sent.items() if part != slots.part}
+        sent = self.sent.setdefault(
+            slots.part, np.zeros((len(self.rows_PW), shard.slots), dtype=np.uint8)
+        )
+        sent[at] += computed
+        place = np.cumsum(computed, axis=1) - 1
+        top_k = shard.layout.shape.top_k
+        for first, columns in slots.layers:
+            row, slot = np.nonzero(computed[:, first : first + top_k])
+            values = cells[row, place[row, first + slot]]
+            # A view, because the slots of a layer lie together.
+            target = self.rows_PW[:, columns].reshape(len(self.rows_PW), top_k, -1)
+            if len(slots.again[0]) and known:
+                self._compare(slots, at, row, first + slot, values, target[at[row], slot], known)
+            for within, goes in slots.moves:
+                target[at[row], slot, goes] = values[:, within]
 
-    def complete(self) -> NDArray[np.bool_]:
-        """Return which rows have every byte, and one value for each: bool [N]."""
-        complete: NDArray[np.bool_] = self._there_NW.all(axis=1) & ~self._disagree_N
-        return complete
+    def _compare(
+        self,
+        slots: SlotShare,
+        at: NDArray[np.intp],
+        row: NDArray[np.intp],
+        slot: NDArray[np.intp],
+        values: NDArray[np.uint8],
+        held: NDArray[np.uint8],
+        known: dict[int, NDArray[np.bool_]],
+    ) -> None:
+        """Give rows up whose slots have bytes that ranks of other parts sent otherwise."""
+        source_W, target_W = slots.again
+        differ = (values[:, source_W] != held[:, target_W]).any(axis=1)
+        both = np.logical_or.reduce([sent[row, slot] for sent in known.values()])
+        self.valid_P[at[row[differ & both]]] = False
+
+    def finish(self) -> None:
+        """Give rows up of which a slot was sent by nobody or twice; zero what is given up."""
+        for sent in self.sent.values():
+            self.valid_P &= (sent == 1).all(axis=1)
+        self.rows_PW[~self.valid_P] = 0

@@ -102,27 +102,22 @@ class Shard:
         others = len(self.other_columns)
         packed[:, :others] = rows_nB[:, self.other_columns]
         packed[:, others:head] = np.packbits(computed_nC, axis=1, bitorder="little")
-        row, slot, place = _told(computed_nC)
+        row, slot = np.nonzero(computed_nC)
+        place = (np.cumsum(computed_nC, axis=1) - 1)[row, slot]
         cells = packed[:, head:].reshape(len(rows_nB), most, self.slot_bytes)
         cells[row, place] = rows_nB[row[:, None], self.slot_columns[slot]]
         return packed
 
-    def unpack(self, packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-        """Return rows in the shard's layout uint8 [n, B], and which of their bytes are there."""
+    def unpacked(self, packed: NDArray[np.uint8]) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
+        """Return which slots rows hold, bool [n, C], and these slots' bytes uint8 [n, most, W].
+
+        A row whose bitmap names more slots than it has room for holds none.
+        """
         others, head = len(self.other_columns), self.head_bytes
-        rows_nB = np.zeros((len(packed), self.layout.row_bytes(Part.FORWARD)), dtype=np.uint8)
-        there_nB = np.zeros(rows_nB.shape, dtype=np.bool_)
-        rows_nB[:, self.other_columns] = packed[:, :others]
-        there_nB[:, self.other_columns] = True
         bits = np.unpackbits(packed[:, others:head], axis=1, count=self.slots, bitorder="little")
-        row, slot, place = _told(bits.astype(np.bool_))
         cells = packed[:, head:].reshape(len(packed), -1, self.slot_bytes)
-        # A bitmap that names more slots than the row has room for tells nothing of the others.
-        fits = place < cells.shape[1]
-        row, slot, place = row[fits], slot[fits], place[fits]
-        rows_nB[row[:, None], self.slot_columns[slot]] = cells[row, place]
-        there_nB[row[:, None], self.slot_columns[slot]] = True
-        return rows_nB, there_nB
+        bits[np.count_nonzero(bits, axis=1) > cells.shape[1]] = 0
+        return bits.astype(np.bool_), cells
 
     # --- over the wire
 
@@ -155,11 +150,13 @@ def check_shards(full: RecordLayout, shards: Sequence[Shard]) -> None:
     Bytes may be sent more than once: ranks that do not agree on them make the row a missing one.
 
     Raises:
-        LayoutError: naming the part, or that there are too many.
+        LayoutError: naming what is missing, or that there are too many.
     """
     check_range("shards of an engine", len(shards), 1, MAX_SHARDS)
     fields = len(shards) * sum(len(full.fields(part)) for part in Part)
     check_range("fields of all shards", fields, 0, MAX_SHARD_FIELDS)
+    if len({shard.layout.site_layers(Site.FC2) for shard in shards if shard.by_slot}) > 1:
+        raise LayoutError("Ranks that send slots of fc2 must send slots of the same layers.")
     for part in Part:
         sent = np.zeros(full.row_bytes(part), dtype=np.bool_)
         for shard in shards:
@@ -169,12 +166,3 @@ def check_shards(full: RecordLayout, shards: Sequence[Shard]) -> None:
                 f"The engine's ranks send {int(sent.sum())} of the {len(sent)} bytes of a "
                 f"{part} row: let one of them send every site, layer and value that is recorded."
             )
-
-
-def _told(
-    computed_nC: NDArray[np.bool_],
-) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
-    """Return (row, slot, place among the row's slots) of every slot that was computed."""
-    row, slot = np.nonzero(computed_nC)
-    place_nC = np.cumsum(computed_nC, axis=1) - 1
-    return row, slot, place_nC[row, slot]

@@ -208,19 +208,22 @@ def test_ranks_that_computed_a_row_with_other_weights_make_it_missing(shared_end
     assert records.forward_valid.tolist() == records.kv_valid.tolist() == [True, True, False, False]
 
 
-def test_a_slot_that_no_rank_computed_makes_the_row_missing(shared_endpoint: str) -> None:
+def test_a_slot_that_no_rank_or_two_ranks_computed_makes_the_row_missing(
+    shared_endpoint: str,
+) -> None:
     ranks = Ranks(LAYOUT, 4, tp=2, ep=2)
     with producers(shared_endpoint, ranks, "slots") as connected:
         for rank, producer in enumerate(connected):
             shard = ranks.shards[rank]
             computed = ranks.owners() == rank
             computed[1, 0] = False
+            computed[2, 4] = True
             rows = shard.pack(ranks.whole(Part.FORWARD, shard.layout), computed)
             producer.send_rows(Part.FORWARD, range(4), rows, "v1")
             producer.flush()
         tell(connected[0], ranks, "slots")
     with TraceClient(shared_endpoint) as client:
-        assert client.fetch("slots").forward_valid.tolist() == [True, False, True, True]
+        assert client.fetch("slots").forward_valid.tolist() == [True, False, False, True]
 
 
 def test_large_rows_of_slots_are_unpacked_piece_by_piece(
@@ -229,13 +232,13 @@ def test_large_rows_of_slots_are_unpacked_piece_by_piece(
     monkeypatch.setattr("bridge.daemon.joining._PIECE_BYTES", 3 * LAYOUT.row_bytes(Part.FORWARD))
     endpoint, ranks = serve(MemoryStore(64 << 20)), Ranks(LAYOUT, 20, tp=4, ep=4)
     unpacked: list[int] = []
-    unpack = Shard.unpack
+    unpack = Shard.unpacked
 
     def counting(shard: Shard, packed: NDArray[np.uint8]) -> Any:
         unpacked.append(len(packed))
         return unpack(shard, packed)
 
-    monkeypatch.setattr(Shard, "unpack", counting)
+    monkeypatch.setattr(Shard, "unpacked", counting)
     deliver(endpoint, ranks, "t")
     with TraceClient(endpoint) as client:
         np.testing.assert_array_equal(client.fetch("t").forward, ranks.whole(Part.FORWARD))
@@ -313,6 +316,9 @@ class TestIntroduction:
             check_shards(
                 LAYOUT, (first, replace(second, layout=second.layout.narrow(sites=["fc2"])))
             )
+        slots = rank_shards(LAYOUT, 2, 2)
+        with pytest.raises(LayoutError, match="slots of the same layers"):
+            check_shards(LAYOUT, (*slots, replace(slots[1], layout=slots[1].layout.narrow((3,)))))
         with pytest.raises(SchemaMismatch, match="shards"):
             decode([bytes(f) for f in encode(Hello("e", LAYOUT, shards=(first, first)), 0)])
 
