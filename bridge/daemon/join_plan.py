@@ -106,7 +106,7 @@ def _slots(
     others = {
         column
         for other in shards
-        if other.by_slot and other.layout.tensor_slice != shard.layout.tensor_slice
+        if other.by_slot and other.layout.tensor_slice.fc2 != shard.layout.tensor_slice.fc2
         for column in _within_slot(full, other, reduced)[1].tolist()
     }
     again_W = np.isin(target_W, list(others))

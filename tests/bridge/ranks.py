@@ -78,7 +78,7 @@ class Ranks:
             layout.write_routes(rows, layer, torch.from_numpy(ids))
             return
         slots = (SHAPE.top_k,) if site is Site.FC2 else ()
-        width = RecordLayout(SHAPE, (layer,), (site,)).width(site)
+        width = RecordLayout(self.layout.shape, (layer,), (site,)).width(site)
         codes = draw.integers(0, 16, (self.rows, *slots, width), dtype=np.uint8)
         scales = draw.integers(0, 256, (self.rows, *slots, width // 16), dtype=np.uint8)
         token = draw.random((self.rows, *slots, 1), dtype=np.float32)

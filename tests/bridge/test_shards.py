@@ -28,7 +28,8 @@ from bridge.wire import Hello, Policy, decode, encode
 from tests.bridge.ranks import SHAPE, Ranks
 
 LAYOUT = RecordLayout(SHAPE, (1, 3), tuple(Site), bits=1)
-_SIZES = st.sampled_from([(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)])
+SIZES = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)]
+_SIZES = st.sampled_from(SIZES)
 _NAMES = count()
 
 
@@ -77,13 +78,31 @@ def tell(producer: RecordProducer, ranks: Ranks, name: str) -> None:
     producer.flush()
 
 
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize(("tp", "ep"), SIZES)
+def test_every_split_joins_to_the_undivided_rows(
+    shared_endpoint: str, tp: int, ep: int, heads: int
+) -> None:
+    """Four heads are split over four ranks, two are repeated."""
+    layout = replace(LAYOUT, shape=replace(SHAPE, num_kv_heads=heads))
+    ranks, name = Ranks(layout, 30, tp, ep), f"split-{tp}-{ep}-{heads}"
+    deliver(shared_endpoint, ranks, name)
+    with TraceClient(shared_endpoint) as client:
+        records = client.fetch(name)
+    assert records.forward_valid.all()
+    assert records.kv_valid.all()
+    np.testing.assert_array_equal(records.forward, ranks.whole(Part.FORWARD))
+    np.testing.assert_array_equal(records.kv, ranks.whole(Part.KV))
+
+
 @settings(max_examples=30)
 @given(st.data())
 def test_any_split_in_any_order_with_repetitions_joins_to_the_undivided_rows(
     shared_endpoint: str, data: st.DataObject
 ) -> None:
     (tp, ep), bits = data.draw(_SIZES), data.draw(st.integers(1, 4))
-    layout = replace(LAYOUT, bits=bits)
+    shape = replace(SHAPE, num_kv_heads=data.draw(st.sampled_from([2, 4])))
+    layout = replace(LAYOUT, shape=shape, bits=bits)
     ranks = Ranks(layout, data.draw(st.integers(1, 9)), tp, ep, seed=data.draw(st.integers(0, 99)))
     cut = data.draw(st.integers(0, ranks.rows))
     pieces = [
