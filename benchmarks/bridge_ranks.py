@@ -81,7 +81,7 @@ def measure(count: int, rounds: int) -> list[dict[str, Any]]:
                         begin = time.perf_counter()
                         records = client.fetch(name, tensor_slice=kept)
                         times[name, what].append(time.perf_counter() - begin)
-                        assert records.forward_valid.all(), (name, what, int(records.forward_valid.sum()))
+                        assert records.forward_valid.all(), (name, what)
     finally:
         bridge.stop()
     return [
