@@ -31,7 +31,9 @@ DirOption = Annotated[
 ]
 
 
-EndpointOption = Annotated[str, typer.Option(help="The bridge to ask.")]
+EndpointOption = Annotated[
+    str, typer.Option(help="The bridge to ask, or several, separated by commas.")
+]
 KeepOption = Annotated[
     int | None,
     typer.Option("--keep", min=1, help="RL steps to keep, the current one too.", metavar="STEPS"),
@@ -157,7 +159,7 @@ def gc(
     expire: ExpireOption = None,
     keys: KeysOption = None,
 ) -> None:
-    """Give up old records of a running bridge now; pinned trajectories stay."""
+    """Give up old records of running bridges now; pinned trajectories stay."""
     from bridge.client import TraceClient
 
     with _one_sentence_errors():
@@ -179,7 +181,7 @@ def inspect(
     keys: KeysOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
-    """List trajectories, rows and bytes of a running bridge, or of a --dir without one."""
+    """List trajectories, rows and bytes of running bridges, or of a --dir without one."""
     from bridge.inspection import inspect_directory, inspect_endpoint, render, to_json
 
     with _one_sentence_errors():
@@ -209,7 +211,8 @@ def top(
     endpoints: Annotated[
         list[str] | None,
         typer.Option(
-            "--endpoint", help=f"A bridge to watch, may be repeated; else {DEFAULT_ENDPOINT}."
+            "--endpoint",
+            help=f"Bridges to watch, separated by commas or repeated; else {DEFAULT_ENDPOINT}.",
         ),
     ] = None,
     keys: KeysOption = None,
@@ -220,10 +223,13 @@ def top(
 
     Once, the exit status is 1 if a bridge does not answer.
     """
+    from bridge.homes import parse_endpoints
     from bridge.observe.top import show_json, show_live, show_once
     from bridge.observe.watch import Watch
 
-    with _one_sentence_errors(), Watch(endpoints or [DEFAULT_ENDPOINT], keys) as watch:
+    with _one_sentence_errors():
+        watched = parse_endpoints(",".join(endpoints or [DEFAULT_ENDPOINT]))
+    with _one_sentence_errors(), Watch(watched, keys) as watch:
         if not once and not as_json:
             return show_live(watch)
         all_answer = show_json(watch) if as_json else show_once(watch)

@@ -14,9 +14,12 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from bridge.answers import joined_digests, joined_summaries, summed_gc, summed_stats
 from bridge.connection import Connection, Reply
 from bridge.errors import TraceError
-from bridge.layout import Site
+from bridge.homes import parse_endpoints
+from bridge.layout import Site, TensorSlice
+from bridge.layout.tensor_slice import ALL_VALUES
 from bridge.records import TrajectoryRecords
 from bridge.wire import (
     Ack,
@@ -44,12 +47,14 @@ class TokenMismatch(TraceError):
 
 
 class TraceClient:
-    """A connection to a bridge that answers questions; use it from one thread.
+    """Connections to a bridge, or several, that answer questions; use it from one thread.
 
-    ``keys`` is this client's key file (`bridge.keys`), for a bridge that serves with keys.
+    ``endpoint`` is one, or a comma-separated list in the order in which the engines name them
+    (`bridge.homes`). ``keys`` is this client's key file (`bridge.keys`), for bridges that serve
+    with keys.
 
-    Every question may raise BridgeUnreachable after ``timeout_s`` without an answer and
-    SchemaMismatch when the bridge runs another version.
+    Every question may raise BridgeUnreachable after ``timeout_s`` without an answer of a bridge
+    that is asked, and SchemaMismatch when it runs another version.
     """
 
     def __init__(
@@ -61,7 +66,7 @@ class TraceClient:
     ) -> None:
         self.endpoint = endpoint
         self._timeout_s = timeout_s
-        self._connection = Connection(endpoint, keys)
+        self._connections = [Connection(each, keys) for each in parse_endpoints(endpoint)]
 
     # --- records
 
@@ -73,6 +78,7 @@ class TraceClient:
         stop: int | None = None,
         layers: Iterable[int] | None = None,
         sites: Iterable[Site] | None = None,
+        tensor_slice: TensorSlice = ALL_VALUES,
         expect_tokens: ArrayLike | None = None,
         timeout_s: float | None = None,
     ) -> TrajectoryRecords:
@@ -84,23 +90,56 @@ class TraceClient:
             stop: absolute position behind the last; with expect_tokens, None is their end.
             layers: layers whose fc1, fc2, k and v to return; None: all recorded.
             sites: sites to return; None: all recorded.
+            tensor_slice: values of fc2, K and V to return, those of a tensor-parallel rank.
             expect_tokens: int [T], the tokens from ``start`` on that the trainer is about to run.
             timeout_s: for the whole call, instead of the client's.
 
         Raises:
             UnknownTrajectory: the bridge holds nothing under the name.
             TokenMismatch: the recorded tokens are not ``expect_tokens``.
-            LayoutError: a layer or site is asked for that the engine does not record.
+            LayoutError: a layer, site or value is asked for that the engine does not record.
         """
         expected_T = None if expect_tokens is None else np.asarray(expect_tokens)
         if expected_T is not None and stop is None:
             stop = start + len(expected_T)
-        fetch = Fetch(trajectory, start, stop, *_names(layers, sites))
+        fetch = Fetch(trajectory, start, stop, *_names(layers, sites), tensor_slice)
         (records,) = self._read([fetch], False, timeout_s)
         assert records is not None
         if expected_T is not None:
             _check_tokens(records, expected_T)
         return records
+
+    def fetch_ranges(
+        self,
+        trajectory: str,
+        ranges: Iterable[tuple[int, int]],
+        *,
+        layers: Iterable[int] | None = None,
+        sites: Iterable[Site] | None = None,
+        tensor_slice: TensorSlice = ALL_VALUES,
+        timeout_s: float | None = None,
+    ) -> list[TrajectoryRecords]:
+        """Return the records of several ranges [start, stop) of positions, in their order.
+
+        For a rank that computes parts of a sequence, such as the two chunks of a context-parallel
+        rank. All are of one revision: the trajectory was not told anew between them. What lies
+        between the ranges does not travel.
+
+        Raises:
+            UnknownTrajectory: the bridge holds nothing under the name.
+            LayoutError: a layer, site or value is asked for that the engine does not record.
+        """
+        narrowed = _names(layers, sites)
+        fetches = [Fetch(trajectory, *each, *narrowed, tensor_slice) for each in ranges]
+        end = time.monotonic() + (timeout_s or self._timeout_s)
+        while True:
+            found = [
+                records
+                for records in self._read(fetches, False, end - time.monotonic())
+                if records is not None
+            ]
+            if len({records.revision for records in found}) <= 1:
+                return found
 
     def fetch_all(
         self,
@@ -108,6 +147,7 @@ class TraceClient:
         *,
         layers: Iterable[int] | None = None,
         sites: Iterable[Site] | None = None,
+        tensor_slice: TensorSlice = ALL_VALUES,
         allow_unknown: bool = False,
         timeout_s: float | None = None,
     ) -> Iterator[TrajectoryRecords | None]:
@@ -120,28 +160,24 @@ class TraceClient:
             trajectories: names.
             layers: layers whose fc1, fc2, k and v to return; None: all recorded.
             sites: sites to return; None: all recorded.
+            tensor_slice: values of fc2, K and V to return, those of a tensor-parallel rank.
             allow_unknown: yield None for a name under which nothing is held.
             timeout_s: for the whole call, instead of the client's.
 
         Raises:
             UnknownTrajectory: the bridge holds nothing under a name.
-            LayoutError: a layer or site is asked for that the engine does not record.
+            LayoutError: a layer, site or value is asked for that the engine does not record.
         """
         narrowed = _names(layers, sites)
-        fetches = [Fetch(name, 0, None, *narrowed) for name in trajectories]
+        fetches = [Fetch(name, 0, None, *narrowed, tensor_slice) for name in trajectories]
         return self._read(fetches, allow_unknown, timeout_s)
 
     # --- what is held
 
     def list_trajectories(self, prefix: str = "") -> list[TrajectorySummary]:
         """Return what is held of every trajectory whose name begins with ``prefix``."""
-        summaries: list[TrajectorySummary] = []
-        after: int | None = 0
-        while after is not None:
-            reply = self._ask(List(after, prefix), ListReply)
-            summaries += reply.summaries
-            after = reply.next
-        return summaries
+        listed = [self._list(connection, prefix) for connection in self._connections]
+        return listed[0] if len(listed) == 1 else joined_summaries(listed)
 
     def digests(self, weight_version: str, engine_id: str | None = None) -> dict[str, str]:
         """Return tensor name -> hex digest of an engine's quantized weights, empty if untold.
@@ -149,7 +185,7 @@ class TraceClient:
         Without ``engine_id`` the reports of all engines are joined; where two of them name the same
         tensor, the engine that reported last counts.
         """
-        by_engine = self._ask(Digests(weight_version), DigestsReply).by_engine
+        by_engine = joined_digests(self._ask(Digests(weight_version), DigestsReply))
         joined: dict[str, str] = {}
         for engine, digests in by_engine.items():
             if engine_id in (None, engine):
@@ -157,14 +193,14 @@ class TraceClient:
         return joined
 
     def stats(self) -> StatsReply:
-        """Return the daemon's counters."""
-        return self._ask(Stats(), StatsReply)
+        """Return the counters, summed over the bridges."""
+        return summed_stats(self._ask(Stats(), StatsReply))
 
     def ping(self) -> None:
-        """Return when the daemon answers."""
+        """Return when every bridge answers."""
         self._ask(Ping(), Pong)
 
-    # --- what a trainer says of the life of records
+    # --- what a trainer says of the life of records, to every bridge
 
     def begin_step(self, step: int) -> None:
         """Tell that RL step ``step`` begins: what is recorded from here on belongs to it.
@@ -183,11 +219,12 @@ class TraceClient:
 
     def gc(self, policy: Policy) -> GcReply:
         """Collect by a policy now; return what was collected."""
-        return self._ask(Gc(policy), GcReply)
+        return summed_gc(self._ask(Gc(policy), GcReply))
 
     def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
+        """Close the connections."""
+        for connection in self._connections:
+            connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -200,16 +237,29 @@ class TraceClient:
     ) -> None:
         self.close()
 
-    def _ask(self, question: Message, kind: type[Reply]) -> Reply:
-        return self._connection.ask(question, kind, time.monotonic() + self._timeout_s)
+    def _ask(self, question: Message, kind: type[Reply]) -> list[Reply]:
+        """Ask all bridges at a time; return their replies in order."""
+        end = time.monotonic() + self._timeout_s
+        asked = [(each, each.say(question)) for each in self._connections]
+        return [each.reply(seq, kind, end) for each, seq in asked]
+
+    def _list(self, connection: Connection, prefix: str) -> list[TrajectorySummary]:
+        summaries: list[TrajectorySummary] = []
+        after: int | None = 0
+        while after is not None:
+            end = time.monotonic() + self._timeout_s
+            reply = connection.ask(List(after, prefix), ListReply, end)
+            summaries += reply.summaries
+            after = reply.next
+        return summaries
 
     def _read(
         self, fetches: list[Fetch], allow_unknown: bool, timeout_s: float | None
     ) -> Iterator[TrajectoryRecords | None]:
-        from bridge.paging import Paging  # torch, which only a reader of records needs
+        from bridge.reading import Reading  # torch, which only a reader of records needs
 
         end = time.monotonic() + (timeout_s or self._timeout_s)
-        return Paging(self._connection, end).all(fetches, allow_unknown)
+        return Reading(self._connections, end).all(fetches, allow_unknown)
 
 
 def _names(

@@ -20,8 +20,8 @@ from bridge.layout import Part
 from bridge.records import TrajectoryRecords
 from bridge.wire import FetchReply, PageRows
 
-# Token, two flags and two table indices.
-_POSITION_BYTES = 14
+# Token, row number, two flags and two table indices.
+_POSITION_BYTES = 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ def join(pages: Iterator[Page], stop: int | None) -> TrajectoryRecords:
     total = max(end - first.start, len(first.tokens))
     _require_memory(total, first)
     tokens = torch.empty(total, dtype=torch.int32)
+    rows = torch.empty(total, dtype=torch.int64)
     parts = {part: _Part(total, first.layout.row_bytes(part)) for part in Part}
     versions, engines = _NameTable(total), _NameTable(total)
     at = 0
@@ -56,7 +57,7 @@ def join(pages: Iterator[Page], stop: int | None) -> TrajectoryRecords:
         here = slice(at, at + len(head.tokens))
         if here.stop > total or head.layout != first.layout:
             raise CorruptMessage("a page is none of those that were asked for; fetch again")
-        tokens.numpy()[here] = head.tokens
+        tokens.numpy()[here], rows.numpy()[here] = head.tokens, head.rows
         versions.put(here, head.weight_versions, head.versions)
         engines.put(here, head.engine_ids, head.engines)
         for piece in page.rows:
@@ -79,6 +80,8 @@ def join(pages: Iterator[Page], stop: int | None) -> TrajectoryRecords:
         weight_version_index=versions.index_T,
         engine_ids=engines.names,
         engine_index=engines.index_T,
+        rows=rows,
+        revision=first.revision,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -31,7 +31,7 @@ class Paging:
 
     def all(
         self, fetches: Iterable[Fetch], allow_unknown: bool
-    ) -> Iterator[TrajectoryRecords | None]:
+    ) -> Generator[TrajectoryRecords | None]:
         """Yield the records of each fetch in order, None for an unknown one if that is allowed."""
         coming = iter(fetches)
         asked: deque[tuple[Fetch, int]] = deque()

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 from bridge.dialer import Dialer
 from bridge.errors import BridgeUnreachable, StoreFull, TraceError
 from bridge.index import UnknownEngine
-from bridge.layout import Part, RecordLayout
+from bridge.layout import Part, RecordLayout, Shard
 from bridge.refusal import exception
 from bridge.wire import (
     Ack,
@@ -103,11 +103,12 @@ class RecordProducer:
         self._window_bytes = window_bytes
         self._resend_after_s = resend_after_s
         self._deadline_s = deadline_s
-        self._engine_id = ""
+        self._engine_id, self._shard = "", 0
         self._hello: list[Buffer] = []
         self._next_seq = 0
         self._kept: dict[int, _Unacknowledged] = {}
         self._kept_bytes = 0
+        self._answered = False
         self._failures: list[TraceError] = []
         self._full: StoreFull | None = None
         self._refused: set[int] = set()
@@ -127,17 +128,28 @@ class RecordProducer:
         layout: RecordLayout,
         kv_scales: Mapping[int, tuple[float, float]] | None = None,
         model: Mapping[str, str] | None = None,
+        *,
+        shards: Sequence[Shard] = (),
+        shard: int = 0,
     ) -> None:
         """Introduce the engine, first of all and once; returns when the bridge has answered.
+
+        Ranks that compute the same tokens are one engine, each with a producer of its own: they say
+        the same but for ``shard``, number rows alike (`bridge.index.engine`), and send of each row
+        what their shard says. With data-parallel attention every dp rank is an engine.
 
         Args:
             engine_id: unique to this engine process; row numbers are counted within it.
             layout: what its rows look like.
             kv_scales: attention layer -> global (K, V) scale; absent layers have 1.0.
             model: free text about the model, such as its path.
+            shards: what each rank sends of a row (`bridge.layout.rank_shards`); none is one rank.
+            shard: which of them this rank sends.
         """
-        self._engine_id = engine_id
-        message = Hello(engine_id, layout, dict(kv_scales or {}), dict(model or {}))
+        self._engine_id, self._shard = engine_id, shard
+        message = Hello(
+            engine_id, layout, dict(kv_scales or {}), dict(model or {}), tuple(shards), shard
+        )
         self._hello = encode(message, self._next_seq)
         self._send(message)
         self.flush()
@@ -151,7 +163,7 @@ class RecordProducer:
         *,
         copy: bool = True,
     ) -> None:
-        """Send records: rows int [n], payload uint8 [n, R].
+        """Send records: rows int [n], payload uint8 [n, R], R bytes of this rank's share of a row.
 
         Like all calls it copies what it is given, arrays or CPU tensors, before it returns; with
         ``copy`` false the caller gives the payload away and must not change it again.
@@ -162,7 +174,12 @@ class RecordProducer:
         for begin in range(0, len(rows_n), step):
             piece = slice(begin, begin + step)
             message = Rows.of(
-                self._engine_id, part, rows_n[piece], payload_nR[piece], weight_version
+                self._engine_id,
+                part,
+                rows_n[piece],
+                payload_nR[piece],
+                weight_version,
+                self._shard,
             )
             self._send(message, part, len(message.block.rows))
 
@@ -186,12 +203,13 @@ class RecordProducer:
                 np.asarray(tokens, dtype=np.int32).copy(),
                 np.asarray(rows, dtype=np.int64).copy(),
                 TrajectoryState(state),
+                self._shard,
             )
         )
 
     def send_digests(self, weight_version: str, digests: Mapping[str, str]) -> None:
         """Tell the digests of the quantized weights, tensor name -> hex."""
-        self._send(WeightDigests(self._engine_id, weight_version, dict(digests)))
+        self._send(WeightDigests(self._engine_id, weight_version, dict(digests), self._shard))
 
     def count_dropped(self, part: Part, rows: int) -> None:
         """Note rows that the engine gave up before they came here; the bridge is told."""
@@ -206,6 +224,7 @@ class RecordProducer:
 
     def poll(self) -> None:
         """Take what the bridge has answered and resend what is due, without waiting."""
+        self._tell_dropped()
         self._pump(0.0)
         self._raise_failure()
 
@@ -285,7 +304,7 @@ class RecordProducer:
         if total == self._told_dropped or self._telling_dropped in self._kept:
             return
         counts = self.dropped_rows
-        message = Dropped(self._engine_id, counts[Part.FORWARD], counts[Part.KV])
+        message = Dropped(self._engine_id, counts[Part.FORWARD], counts[Part.KV], self._shard)
         self._telling_dropped, self._told_dropped = self._next_seq, total
         frames = encode(message, self._next_seq)
         nbytes = sum(memoryview(frame).nbytes for frame in frames)
@@ -304,7 +323,7 @@ class RecordProducer:
             self._resend()
         if self._kept and now - self._progress_at > self._deadline_s:
             error = self._unreachable(self._deadline_s)
-            if self._overflow is Overflow.BLOCK or not self.acknowledged_rows:
+            if self._overflow is Overflow.BLOCK or not self._answered:
                 raise error
             log.warning("records are dropped: %s", error)
             self._progress_at = now
@@ -312,6 +331,7 @@ class RecordProducer:
     def _handle(self, frames: list[bytes]) -> None:
         message, seq = decode(frames)
         if isinstance(message, Ack):
+            self._answered = True
             rows = sum(self._forget(acknowledged).rows for acknowledged in message.seqs)
             self.acknowledged_rows += rows
             self._full = None if rows else self._full

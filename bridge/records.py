@@ -40,6 +40,8 @@ class TrajectoryRecords:
         weight_version_index: int32 [T] into weight_versions, -1 where no row is recorded.
         engine_ids: the engines that occur.
         engine_index: int32 [T] into engine_ids, -1 where there is no row.
+        rows: int64 [T], the engine's number of the row at each position, -1 where it told none.
+        revision: changes whenever the trajectory is told anew.
     """
 
     trajectory: str
@@ -57,6 +59,22 @@ class TrajectoryRecords:
     weight_version_index: Tensor
     engine_ids: tuple[str, ...]
     engine_index: Tensor
+    rows: Tensor
+    revision: int
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def lacking(self) -> Tensor:
+        """Return the positions whose row was told while bytes of it are not there: bool [T].
+
+        They are lost, or on their way: an engine's ranks and bridges do not wait for each other, so
+        a trajectory may be finished a moment before all shares of its rows have arrived.
+        """
+        import torch
+
+        lacking = torch.zeros(len(self), dtype=torch.bool)
+        for rows, valid in ((self.forward, self.forward_valid), (self.kv, self.kv_valid)):
+            if rows.shape[1]:
+                lacking |= ~valid
+        return lacking & (self.rows >= 0)

@@ -67,4 +67,10 @@ class Guidance:
                 "The records hold fc2 without routes, so no expert slot can be told: add routes to "
                 "--trace-sites."
             )
+        if layout.tensor_slice.fc2 is not None:
+            # They travel with the tokens to ranks that compute other parts.
+            raise GuidanceError(
+                "The records hold a part of every expert's width: fetch fc2 whole and let the "
+                "ranks that share an expert take their parts."
+            )
         layout.narrow(self.layers, self.sites)

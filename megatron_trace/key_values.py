@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bridge.layout import ModelShape, Site
+from bridge.layout import ModelShape, Site, TensorSlice
 from megatron_trace.context import current_scope
 from megatron_trace.parallel import TensorParallel
 from megatron_trace.rounding import round_rows
@@ -24,6 +24,11 @@ class KeyValues:
     layer: int
     shape: ModelShape
     heads: TensorParallel
+
+    @property
+    def tensor_slice(self) -> TensorSlice:
+        """What of K and V this rank computes."""
+        return TensorSlice(heads=self.heads.part_of(self.shape.num_kv_heads))
 
     def round_key_value(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Round both as the rollout's KV cache stores them: [S, B, G, D] or [T, G, D]."""

@@ -154,6 +154,7 @@ class GuidedMicroBatch:
                 self.guidance.compare,
             ),
             self.counts(site, layer) if counting else None,
+            self.layout.values(site),
         )
 
     @property

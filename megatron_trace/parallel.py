@@ -31,6 +31,10 @@ class TensorParallel:
         """This rank's place in the group."""
         return self.group.rank()
 
+    def part_of(self, size: int) -> tuple[int, int]:
+        """Return which of `size` equal things that are split over the group this rank has."""
+        return self.rank * size // self.size, (self.rank + 1) * size // self.size
+
     def tokens_of(self, num_tokens: int, computed: int) -> slice:
         """Return which of a micro-batch's N tokens a layer computes that sees `computed` of them.
 

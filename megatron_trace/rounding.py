@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
+from bridge.errors import TraceError
 from bridge.formats import FULL_SCALE_BITS
 from bridge.fp4 import (
     MAGNITUDE_BITS,
@@ -27,6 +28,10 @@ from bridge.guidance import Reading, guided_quantize, straight_through
 from bridge.layout import SiteRecord
 from bridge.low_scales import ReadScales, read_low_scales
 from bridge.lowbits import MAX_BITS
+
+
+class RecordsOfOtherRank(TraceError):
+    """Records were fetched for the tensor-parallel part of another rank."""
 
 
 class RowState(IntEnum):
@@ -74,10 +79,11 @@ class Following:
 class SiteRows:
     """The records of one call's rows.
 
-    record        planes, block scales and token scales of the full row width
+    record        planes, block scales and token scales of the values that were fetched
     global_scale  float32 [R, 1] or [], the rollout's second scale
     state         uint8 [R], `RowState`
     counts        int64 [len(Counter)] that is added to, None to count nothing
+    held          which values of the full row width the record has
     """
 
     record: SiteRecord
@@ -85,10 +91,15 @@ class SiteRows:
     state: Tensor
     following: Following
     counts: Tensor | None
+    held: range
 
     def rounded(self, values_RN: Tensor, own: Fp4Tensor, first: int) -> Fp4Tensor:
-        """Return the code words the forward uses for values that start at column `first`."""
-        columns = slice(first, first + values_RN.shape[-1])
+        """Return the code words the forward uses for values that start at column `first`.
+
+        Raises:
+            RecordsOfOtherRank: if the record does not have these columns.
+        """
+        columns = self._columns(first, first + values_RN.shape[-1])
         codes_u8 = self.record.low_codes()[:, columns]
         used = own
         if self.following.bits:
@@ -99,8 +110,18 @@ class SiteRows:
             self._count(self.counts, own, used, codes_u8)
         return used
 
+    def _columns(self, first: int, last: int) -> slice:
+        """Return where values [first, last) of the full row lie in the record."""
+        if not self.held.start <= first <= last <= self.held.stop:
+            raise RecordsOfOtherRank(
+                f"This rank computes values {first} to {last} of a row, the records have "
+                f"{self.held.start} to {self.held.stop}: fetch them on every rank for its own "
+                "part of the model."
+            )
+        return slice(first - self.held.start, last - self.held.start)
+
     def _scales(self, values_RN: Tensor, own: Fp4Tensor, columns: slice) -> Tensor:
-        """Return the rollout's E4M3 codes of these columns, uint8 [R, B]."""
+        """Return the rollout's E4M3 codes of these columns of the record, uint8 [R, B]."""
         blocks = slice(columns.start // NVFP4_BLOCK, columns.stop // NVFP4_BLOCK)
         if self.following.scale_bits == FULL_SCALE_BITS:
             return self.record.scales_u8[:, blocks].contiguous()

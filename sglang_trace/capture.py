@@ -7,7 +7,6 @@ Shape legend: n rows of a forward pass, T positions of a request, B bytes of a r
 
 from __future__ import annotations
 
-import uuid
 from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bridge.errors import TraceError
+from bridge.homes import parse_endpoints
 from bridge.layout import Part, RecordLayout, Site
+from bridge.layout.rank_shards import rank_shards
 from bridge.producer import RecordProducer
+from bridge.producers import RecordProducers
 from bridge.wire import TrajectoryState
 from sglang_trace.config import TraceConfig
 from sglang_trace.events import DigestsEvent, RowsEvent, TrajectoryEvent
@@ -31,6 +33,7 @@ from sglang_trace.ledger import NO_ROW, Ledger, Span
 from sglang_trace.moe_method import moe_layers
 from sglang_trace.names import client_trajectory
 from sglang_trace.row_block import Gathered, RowBlock
+from sglang_trace.row_homes import RowHomes
 from sglang_trace.shipper import Shipper
 from sglang_trace.staging import Staging
 from sglang_trace.versions import WeightVersions
@@ -48,7 +51,11 @@ class ForwardNotUnderstood(TraceError):
 
 
 class Capture:
-    """What one engine has recorded and sent."""
+    """What one rank of an engine has recorded and sent.
+
+    All ranks of a tensor-parallel group number rows alike and send their shares of them; one of
+    them tells trajectories and digests for all.
+    """
 
     def __init__(
         self,
@@ -58,6 +65,9 @@ class Capture:
         ledger: Ledger,
         staging: Staging,
         shipper: Shipper,
+        bridges: int = 1,
+        *,
+        tells: bool = True,
     ) -> None:
         self._model = model
         self._layout = layout
@@ -65,6 +75,8 @@ class Capture:
         self._ledger = ledger
         self._staging = staging
         self._shipper = shipper
+        self._homes = RowHomes(bridges)
+        self._tells = tells
         self._versions = WeightVersions()
         self._block = RowBlock.on(staging.rows_MB.device, layout.row_bytes(Part.FORWARD))
         # Of every expert matrix, under its Hugging Face name.
@@ -76,18 +88,19 @@ class Capture:
 
     def forward(self, batch: Any) -> None:
         """Record the forward pass that has just been launched."""
-        spans = spans_of(batch)
+        spans = self._homes.assigned(spans_of(batch))
         count = sum(span.length for span in spans)
         if count:
             # Whatever follows the requests' own tokens is padding.
             first = self._ledger.record(batch.out_cache_loc[:count], spans)
             if self._layout.row_bytes(Part.FORWARD):
+                self._homes.keep(first, spans)
                 self._ship(self._block.add(first, self._staging.head(count)))
         self._shipper.check()
 
     def _ship(self, gathered: list[Gathered]) -> None:
         for each in gathered:
-            rows_n = torch.arange(each.first, each.first + len(each.rows_nB))
+            rows_n = self._homes.numbers(each.first, len(each.rows_nB))
             self._shipper.put(
                 RowsEvent(
                     Part.FORWARD,
@@ -144,10 +157,12 @@ class Capture:
     def _put_trajectory(
         self, trajectory: str, tokens: list[int], rows_T: Tensor, state: TrajectoryState
     ) -> None:
+        self._ship(self._block.take())
+        if not self._tells:
+            return
         # Twice as fast as from a list, and prompts are long.
         tokens_T = torch.frombuffer(array("i", tokens), dtype=torch.int32)
         nbytes = tokens_T.nbytes + rows_T.nbytes
-        self._ship(self._block.take())
         self._shipper.put(
             TrajectoryEvent(trajectory, tokens_T, rows_T, state, nbytes, made(rows_T))
         )
@@ -167,6 +182,8 @@ class Capture:
         self._ship(self._block.take())
         label = self._versions.enter(version, self._ledger.next_row)
         self._digests |= changed_digests(self._model)
+        if not self._tells:
+            return
         for names in batched(self._digests, DIGESTS_PER_MESSAGE):
             piece = {name: self._digests[name] for name in names}
             nbytes = sum(len(name) + len(value) for name, value in piece.items())
@@ -257,28 +274,35 @@ def kv_source(layout: RecordLayout, pool: Any, device: str) -> KVReader | KVGath
 
 
 def start(model_runner: Any, config: TraceConfig, layout: RecordLayout, max_rows: int) -> Capture:
-    """Connect to the bridge and begin to capture the model of this process."""
-    pool = model_runner.token_to_kv_pool
-    kv = kv_source(layout, pool, model_runner.device)
-    engine_id = uuid.uuid4().hex
+    """Connect to the bridges and begin to capture what this process computes of the model."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
 
-    def introduce(producer: RecordProducer) -> None:
-        scales = global_scales(layout, pool) if kv else {}
-        producer.hello(engine_id, layout, scales, {"path": model_runner.model_config.model_path})
+    ranks = get_tp_group()
+    shards, rank = rank_shards(layout, ranks.world_size), ranks.rank_in_group
+    own = shards[rank].layout
+    pool, device = model_runner.token_to_kv_pool, model_runner.device
+    endpoints = parse_endpoints(config.bridge)
 
-    device = model_runner.device
+    def introduce(producer: RecordProducers) -> None:
+        model = {"path": model_runner.model_config.model_path}
+        scales = global_scales(layout, pool)
+        producer.hello(config.run, layout, scales, model, shards=shards, shard=rank)
+
     return Capture(
         model_runner.model,
-        layout,
-        kv,
+        own,
+        kv_source(own, pool, device),
         Ledger(pool.size + pool.page_size, device),
-        Staging(layout, max_rows, device),
+        Staging(own, max_rows, device),
         Shipper(
-            lambda: RecordProducer(
-                config.bridge, keys=config.bridge_keys or None, overflow=config.on_overflow
+            lambda: RecordProducers(
+                RecordProducer(each, keys=config.bridge_keys or None, overflow=config.on_overflow)
+                for each in endpoints
             ),
             introduce,
-            layout,
+            own,
             config.on_overflow,
         ),
+        len(endpoints),
+        tells=rank == 0,
     )

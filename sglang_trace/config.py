@@ -33,7 +33,7 @@ class InvalidOption(TraceError):
 class TraceConfig:
     """What is captured and where it goes.
 
-    bridge   endpoint of the bridge daemon
+    bridge   endpoint of the bridge daemon, or those of several, separated by commas
     sites    what is recorded
     layers   "deeper-half", "all" or a list such as "0,3,5-7"
     bits     low bits kept of each code word, 1 to 4
@@ -41,6 +41,7 @@ class TraceConfig:
     on_overflow   what happens to records that the bridge does not take in time
     failure_file  where a process of the server writes the sentence that ended it
     bridge_keys   this client's key file, empty for a bridge without keys
+    run           names this run of the server, the same in all its processes
     """
 
     bridge: str
@@ -51,6 +52,7 @@ class TraceConfig:
     on_overflow: Overflow = Overflow.BLOCK
     failure_file: str = ""
     bridge_keys: str = ""
+    run: str = ""
 
     def layout(self, shape: ModelShape) -> RecordLayout:
         """Return the record layout for a model."""
@@ -88,8 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--trace-bridge",
-        metavar="ENDPOINT",
-        help="Bridge daemon, such as tcp://127.0.0.1:7707. Default: one of the server's own.",
+        metavar="ENDPOINT[,ENDPOINT...]",
+        help="Bridge daemon, such as tcp://127.0.0.1:7707, or several, over which trajectories are "
+        "spread; the trainer names them in the same order. Default: one of the server's own.",
     )
     group.add_argument(
         "--trace-bridge-keys",

@@ -5,17 +5,23 @@ matrix needs no other to be quantized. No BF16 copy stays in memory, any order a
 matrices is right, and nothing is left to do after an update. Every tensor keeps its address for
 the life of the engine: CUDA graphs have recorded it.
 
-Shape legend: E experts, H hidden size, I expert width, O, N out and in features of a matrix.
+A tensor-parallel rank holds a part of every expert's width. It too is handed whole matrices, and
+quantizes them whole before it takes its part: the scale is that of the matrix, on every rank and in
+the trainer, and so is the digest.
+
+Shape legend: E experts, H hidden size, I expert width (this rank's part of it), O, N out and in
+features of a whole matrix.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from bridge.digest import digest_packed
+from bridge.digest import digest, digest_packed
 from bridge.errors import TraceError
 from bridge.fp4 import NVFP4_BLOCK, Fp4Tensor, pack_nibbles, quantize_weight, unpack_nibbles
 
@@ -32,6 +38,36 @@ class ExpertsNotLoaded(TraceError):
     """Some expert matrices are not what the checkpoint or the update holds."""
 
 
+@dataclass(frozen=True)
+class WidthPart:
+    """Part `rank` of `size` equal parts of every expert's width."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is one part only."""
+        return self.size == 1
+
+    def of(self, fp4: Fp4Tensor, projection: str) -> Fp4Tensor:
+        """Return this part of a whole matrix: rows of gate and up, columns of down."""
+        if projection != "down":
+            first, last = self._bounds(len(fp4.codes_u8))
+            codes, scales = fp4.codes_u8[first:last], fp4.scales_u8[first:last]
+        else:
+            first, last = self._bounds(fp4.codes_u8.shape[1])
+            blocks = slice(first // NVFP4_BLOCK, last // NVFP4_BLOCK)
+            codes, scales = fp4.codes_u8[:, first:last], fp4.scales_u8[:, blocks].contiguous()
+        return Fp4Tensor(codes, scales, fp4.global_scale, NVFP4_BLOCK)
+
+    def _bounds(self, width: int) -> tuple[int, int]:
+        return self.rank * width // self.size, (self.rank + 1) * width // self.size
+
+
+WHOLE = WidthPart()
+
+
 class Experts:
     """The tensors of a layer and how they are filled.
 
@@ -44,10 +80,18 @@ class Experts:
     """
 
     def __init__(
-        self, layer: nn.Module, num_experts: int, hidden: int, width: int, dtype: torch.dtype
+        self,
+        layer: nn.Module,
+        num_experts: int,
+        hidden: int,
+        width: int,
+        dtype: torch.dtype,
+        part: WidthPart = WHOLE,
     ) -> None:
         self._layer: Any = layer
-        self._width = width
+        self._hidden, self._width, self._part = hidden, width, part
+        # Of whole matrices, where this rank holds parts of them.
+        self._digests: dict[tuple[int, str], str] = {}
         self._dtype = dtype
         self.count = num_experts
         self.loaded: set[tuple[int, str]] = set()
@@ -91,12 +135,11 @@ class Experts:
             ExpertsNotLoaded: it is not a whole matrix of an expert of this layer.
         """
         projection = PROJECTIONS[shard_id]
-        place = self._place(projection, expert_id) if expert_id < self.count else None
-        if place is None or loaded_weight.shape != (len(place[0]), 2 * place[0].shape[1]):
+        if expert_id >= self.count or loaded_weight.shape != self._whole_shape(projection):
             raise ExpertsNotLoaded(
                 f"{weight_name} {tuple(loaded_weight.shape)} is not a whole matrix of one of this "
-                f"layer's {self.count} experts: serve the model on one rank (--tp-size 1, "
-                "--ep-size 1)."
+                f"layer's {self.count} experts: serve the model without --ep-size and from a "
+                "checkpoint that is not split."
             )
         self.load(expert_id, projection, loaded_weight)
 
@@ -110,7 +153,10 @@ class Experts:
 
             quantize_weights(matrix_ON[None], packed[None], scales[None], global_scale[None])
         else:
-            fp4 = quantize_weight(matrix_ON)
+            whole = quantize_weight(matrix_ON)
+            if not self._part.is_whole:
+                self._digests[expert, projection] = digest(whole)
+            fp4 = self._part.of(whole, projection)
             packed.copy_(pack_nibbles(fp4.codes_u8))
             scales.copy_(fp4.scales_u8)
             global_scale.copy_(fp4.global_scale)
@@ -123,9 +169,8 @@ class Experts:
         generator = torch.Generator(self._layer.w13_weight.device).manual_seed(1234)
         for projection in PROJECTIONS.values():
             for expert in range(self.count):
-                packed, _scales, _scale = self._place(projection, expert)
-                shape = (len(packed), 2 * packed.shape[1])
-                matrix_ON = torch.empty(shape, dtype=self._dtype, device=packed.device)
+                shape, device = self._whole_shape(projection), self._layer.w13_weight.device
+                matrix_ON = torch.empty(shape, dtype=self._dtype, device=device)
                 matrix_ON.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
                 self.load(expert, projection, matrix_ON)
 
@@ -155,12 +200,14 @@ class Experts:
         return sorted(changed)
 
     def matrix(self, expert: int, projection: str) -> Fp4Tensor:
-        """Return a matrix as it is stored."""
+        """Return this rank's part of a matrix as it is stored."""
         packed, scales, global_scale = self._place(projection, expert)
         return Fp4Tensor(unpack_nibbles(packed), scales, global_scale, NVFP4_BLOCK)
 
     def digest(self, expert: int, projection: str) -> str:
-        """Return the digest of a matrix; waits for the device."""
+        """Return the digest of a whole matrix; waits for the device."""
+        if not self._part.is_whole:
+            return self._digests[expert, projection]
         return digest_packed(*self._place(projection, expert))
 
     def weights(self) -> ExpertWeights:
@@ -177,6 +224,10 @@ class Experts:
             layer.up_scale,
             layer.down_scale,
         )
+
+    def _whole_shape(self, projection: str) -> tuple[int, int]:
+        width = self._width * self._part.size
+        return (self._hidden, width) if projection == "down" else (width, self._hidden)
 
     def _place(self, projection: str, expert: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return views of a matrix' code words, block scales and scale."""

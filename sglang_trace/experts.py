@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from bridge.fp4 import Fp4Tensor, quantize_nvfp4, token_scale
 
@@ -35,9 +36,16 @@ class ActivationRecorder(Protocol):
         """Take the expert ids in the router's top-k order."""
 
 
-def quantize_activation(x: Tensor) -> Fp4Tensor:
-    """Quantize activations [..., N] to NVFP4 with one power-of-two scale a row."""
-    return quantize_nvfp4(x, token_scale(x))
+def quantize_activation(x: Tensor, group: ProcessGroup | None = None) -> Fp4Tensor:
+    """Quantize activations [..., N] to NVFP4 with one power-of-two scale a row.
+
+    `group` are the ranks that hold the other parts of the rows: the scale is of whole rows, and the
+    largest of the parts' scales is the one that a row of all parts would have.
+    """
+    scale = token_scale(x)
+    if group is not None:
+        all_reduce(scale, ReduceOp.MAX, group)
+    return quantize_nvfp4(x, scale)
 
 
 def rows_by_expert(expert_ids_TK: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor]]:
@@ -86,15 +94,17 @@ def run_experts(
     w13_E2IH: Tensor,
     w2_EHI: Tensor,
     recorder: ActivationRecorder | None,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """Run the MoE layer on quantized activations and return [T, H].
 
-    `w13_E2IH` (gate above up) and `w2_EHI` are the dequantized weights, in BF16 or FP32.
+    `w13_E2IH` (gate above up) and `w2_EHI` are the dequantized weights, in BF16 or FP32. The ranks
+    of `group` hold parts of every expert's width, and the sum of what they return is the output.
     """
     expert_ids_TK = expert_ids_TK.long()
     x_fp4 = quantize_activation(x_TH)
     h_TKI = gate_up(x_fp4.dequantize(w13_E2IH.dtype), w13_E2IH, expert_ids_TK, x_TH.dtype)
-    h_fp4 = quantize_activation(h_TKI)
+    h_fp4 = quantize_activation(h_TKI, group)
     if recorder is not None:
         recorder.routes(expert_ids_TK)
         recorder.fc1(x_fp4)

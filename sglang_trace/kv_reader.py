@@ -78,9 +78,9 @@ class KVReader:
 
 
 def global_scales(layout: RecordLayout, pool: Any) -> dict[int, tuple[float, float]]:
-    """Return the global K and V scale of every captured layer of the pool."""
+    """Return the global K and V scale of every captured layer, the same on all ranks."""
+    layers = layout.layers_of(Site.K, Site.V)
+    if not layers:
+        return {}
     method = pool.quant_method
-    return {
-        layer: (method.k_scales_float[layer], method.v_scales_float[layer])
-        for layer in layout.layers_of(Site.K, Site.V)
-    }
+    return {layer: (method.k_scales_float[layer], method.v_scales_float[layer]) for layer in layers}

@@ -1,8 +1,9 @@
 """Which row consumed which token: the book that turns KV slots and forward passes into row numbers.
 
-A row is one computed token. Rows are numbered in the order they are computed, 0, 1, 2, ... The
-ledger knows, for every KV slot, the row whose K and V lie in it, and for every running request the
-rows that it computed itself.
+A row is one computed token. Rows are counted in the order they are computed, 0, 1, 2, ..., which
+all processes of a tensor-parallel group do alike, because they run the same batches. The ledger
+knows, for every KV slot, the row whose K and V lie in it, and for every running request the rows
+that it computed itself.
 
 Both are needed. Positions that a request found in the prefix cache have no row of its own: their
 row is the one that filled the slot. Positions that it computed keep their own row even when the
@@ -26,17 +27,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bridge.homes import row_number
+
 NO_ROW = -1
 PADDING_SLOT = 0
 
 
 @dataclass(frozen=True)
 class Span:
-    """`length` consecutive positions of request `rid` from `position` on."""
+    """`length` consecutive positions of request `rid` from `position` on.
+
+    `home` is the bridge that their rows go to, which is part of a row's number (`bridge.homes`).
+    """
 
     rid: str
     position: int
     length: int
+    home: int = 0
 
 
 class Ledger:
@@ -50,7 +57,7 @@ class Ledger:
         self._own: defaultdict[str, array[int]] = defaultdict(lambda: array("q"))
 
     def record(self, slots_n: Tensor, spans: list[Span]) -> int:
-        """Number the rows of a forward pass that filled `slots_n`; returns the first number.
+        """Number the rows of a forward pass that filled `slots_n`; returns the first one's count.
 
         The slots may lie on a GPU, which is not waited for.
         `spans` say which positions of which requests the rows are, in order. Rows of padding
@@ -60,11 +67,13 @@ class Ledger:
         self.next_row += len(slots_n)
         slots_n = slots_n.long()
         rows_n = torch.arange(first, self.next_row, device=slots_n.device)
+        if any(span.home for span in spans):
+            rows_n += _home_bits(spans, len(slots_n), slots_n.device)
         self._row_of_slot.index_copy_(0, slots_n, rows_n)
         # Not by assignment: that copies the number from the host, and waits.
         self._kv_sent.index_fill_(0, slots_n, False)
         for span in spans:
-            self._own[span.rid].extend((span.position, row, span.length))
+            self._own[span.rid].extend((span.position, row_number(row, span.home), span.length))
             row += span.length
         return first
 
@@ -105,3 +114,12 @@ class Ledger:
     def forget(self, rid: str) -> bool:
         """Drop a request's own rows: it finished, aborted or was retracted. True if it had any."""
         return self._own.pop(rid, None) is not None
+
+
+def _home_bits(spans: list[Span], rows: int, device: torch.device) -> Tensor:
+    """Return what the homes add to the rows' counts: int64 [n]; padding has the first home."""
+    lengths = [span.length for span in spans]
+    homes = torch.tensor([*(row_number(0, span.home) for span in spans), 0])
+    bits_n = homes.repeat_interleave(torch.tensor([*lengths, rows - sum(lengths)]))
+    # Only from pinned memory does a copy to a GPU not wait.
+    return bits_n if device.type == "cpu" else bits_n.pin_memory().to(device, non_blocking=True)

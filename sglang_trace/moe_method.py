@@ -9,16 +9,19 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.runtime_context import get_model
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from bridge.errors import TraceError
+from bridge.formats import NVFP4_BLOCK
 from sglang_trace import failure
 from sglang_trace.config import QUANTIZATION
-from sglang_trace.expert_weights import Experts
+from sglang_trace.expert_weights import Experts, WidthPart
 from sglang_trace.experts import run_experts
 
 if TYPE_CHECKING:
@@ -66,6 +69,8 @@ class TraceNvfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     """Experts in NVFP4 W4A4: by kernels on a GPU, on dequantized operands in torch on a CPU."""
 
     experts: Experts
+    # The ranks that hold the other parts of the experts' width, if there are any.
+    group: ProcessGroup | None
 
     def __init__(self) -> None:
         self.recorder: LayerRecorder | None = None
@@ -83,7 +88,11 @@ class TraceNvfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """Allocate the quantized matrices; their loader quantizes what it is given."""
         refuse(["a bias"] if with_bias else [])
         width = intermediate_size_per_partition
-        self.experts = Experts(layer, num_experts, hidden_size, width, params_dtype)
+        part = WidthPart(getattr(layer, "moe_tp_rank", 0), getattr(layer, "moe_tp_size", 1))
+        self.experts = Experts(layer, num_experts, hidden_size, width, params_dtype, part)
+        self.group = None if part.is_whole else get_tp_group().device_group
+        if not part.is_whole and (self.experts.on_gpu or width % NVFP4_BLOCK):
+            refuse([f"a width of {width} on each of {part.size} ranks ({layer.w13_weight.device})"])
         if self.experts.on_gpu and (hidden_size % KERNEL_COLUMNS or width % KERNEL_COLUMNS):
             refuse([f"sizes {hidden_size} and {width}, no multiples of {KERNEL_COLUMNS} (GPU)"])
         for weight in (layer.w13_weight, layer.w2_weight):
@@ -108,7 +117,7 @@ class TraceNvfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             y_TH = self.run_kernels(x_TH, weights_TK, expert_ids_TK)
         else:
             hats = layer.w13_hat, layer.w2_hat
-            y_TH = run_experts(x_TH, weights_TK, expert_ids_TK, *hats, self.recorder)
+            y_TH = run_experts(x_TH, weights_TK, expert_ids_TK, *hats, self.recorder, self.group)
         return StandardCombineInput(hidden_states=y_TH)
 
     def run_kernels(self, x_TH: Tensor, weights_TK: Tensor, expert_ids_TK: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from sglang_trace.config import KV_CACHE_DTYPE, QUANTIZATION, TraceConfig
 
 # The release with which capture has run on a GPU.
 GPU_RELEASE = "0.5.17"
+# The release with which capture has run on tensor-parallel ranks.
+RANKS_RELEASE = "0.5.23"
 
 
 class NotCaptured(TraceError):
@@ -49,7 +51,7 @@ def backends_of(options: Any) -> tuple[str | None, str | None]:
     return options.prefill_attention_backend or both, options.decode_attention_backend or both
 
 
-_ONE_RANK = "rows are captured on one rank only"
+_ONE_RANK = "its ranks' shares of a row are not captured"
 _MOVES_SLOTS = "it moves K and V between slots behind the records"
 
 REFUSALS = (
@@ -58,6 +60,18 @@ REFUSALS = (
         lambda options: options.device not in ("cpu", "cuda"),
         "the FP4 experts have no kernels for it",
         "serve with --device cuda or cpu",
+    ),
+    Refusal(
+        "--tp-size above 1 with --device cuda",
+        lambda options: options.tp_size > 1 and options.device == "cuda",
+        "the FP4 kernels do not share a token's scale between ranks",
+        "serve on one GPU",
+    ),
+    Refusal(
+        f"--tp-size above 1 with another sglang than {RANKS_RELEASE}",
+        lambda options: options.tp_size > 1 and version("sglang") != RANKS_RELEASE,
+        "capture on several ranks has run with that release only",
+        f"install sglang=={RANKS_RELEASE} or serve on one rank",
     ),
     Refusal(
         f"--device cuda with another sglang than {GPU_RELEASE}",
@@ -70,12 +84,17 @@ REFUSALS = (
         lambda options: options.moe_runner_backend not in ("auto", "triton"),
         "it hands routes on in a form of its own",
     ),
-    Refusal("--tp-size above 1", above_one("tp_size"), _ONE_RANK),
     Refusal("--ep-size above 1", above_one("ep_size"), _ONE_RANK),
     Refusal("--dp-size above 1", above_one("dp_size"), _ONE_RANK),
     Refusal("--pp-size above 1", above_one("pp_size"), _ONE_RANK),
     Refusal("--attn-cp-size above 1", above_one("attn_cp_size"), _ONE_RANK),
     Refusal("--dcp-size above 1", above_one("dcp_size"), _ONE_RANK),
+    Refusal("--moe-dp-size above 1", above_one("moe_dp_size"), _ONE_RANK),
+    Refusal(
+        "--enable-attn-tp-input-scattered",
+        is_on("enable_attn_tp_input_scattered"),
+        "a rank's experts may then see a part of the tokens",
+    ),
     Refusal(
         "--speculative-algorithm",
         is_on("speculative_algorithm"),

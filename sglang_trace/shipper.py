@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 from bridge.errors import TraceError
 from bridge.layout import Part, RecordLayout
-from bridge.producer import Overflow, RecordProducer
+from bridge.producer import Overflow
+from bridge.producers import RecordProducers
 from sglang_trace.events import (
     DigestsEvent,
     DueRowsEvent,
@@ -40,8 +41,8 @@ class Shipper:
 
     def __init__(
         self,
-        connect: Callable[[], RecordProducer],
-        introduce: Callable[[RecordProducer], None],
+        connect: Callable[[], RecordProducers],
+        introduce: Callable[[RecordProducers], None],
         layout: RecordLayout,
         overflow: Overflow = Overflow.BLOCK,
     ) -> None:
@@ -111,8 +112,8 @@ class Shipper:
 
     def _run(
         self,
-        connect: Callable[[], RecordProducer],
-        introduce: Callable[[RecordProducer], None],
+        connect: Callable[[], RecordProducers],
+        introduce: Callable[[RecordProducers], None],
     ) -> None:
         try:
             with connect() as producer:
@@ -139,7 +140,7 @@ class Shipper:
             self._queue.clear()
             self._changed.notify_all()
 
-    def _next(self, producer: RecordProducer) -> Event | None:
+    def _next(self, producer: RecordProducers) -> Event | None:
         """Return the next event, None when closing and all are sent."""
         while True:
             with self._changed:
@@ -155,13 +156,13 @@ class Shipper:
             # Idle: take acknowledgements, resend what was lost.
             producer.poll()
 
-    def _tell_dropped(self, producer: RecordProducer) -> None:
+    def _tell_dropped(self, producer: RecordProducers) -> None:
         with self._changed:
             dropped, self._dropped = self._dropped, Counter()
         for part, rows in dropped.items():
             producer.count_dropped(part, rows)
 
-    def _send(self, producer: RecordProducer, event: Event) -> None:
+    def _send(self, producer: RecordProducers, event: Event) -> None:
         self._tell_dropped(producer)
         match event:
             case RowsEvent():
@@ -184,7 +185,7 @@ class Shipper:
             case DigestsEvent():
                 producer.send_digests(event.weight_version, event.digests)
 
-    def _send_due(self, producer: RecordProducer, event: DueRowsEvent) -> None:
+    def _send_due(self, producer: RecordProducers, event: DueRowsEvent) -> None:
         due = event.due
         count = int(self._host_copy.whole(due.count_1, event.made))
         if count == 0:

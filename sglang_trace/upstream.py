@@ -56,6 +56,7 @@ OPTIONS: tuple[Use, ...] = (
             *("host", "port", "device", "attention_backend", "quantization", "kv_cache_dtype"),
             # What is refused: an option under another name would no longer be.
             *("tp_size", "ep_size", "dp_size", "pp_size", "attn_cp_size", "dcp_size"),
+            *("moe_dp_size", "enable_attn_tp_input_scattered"),
             *("speculative_algorithm", "enable_hierarchical_cache", "enable_lmcache"),
             *("enable_flexkv", "enable_hisparse", "enable_unified_memory"),
             *("enable_streaming_session", "disaggregation_mode"),
@@ -88,7 +89,15 @@ _EXPERTS = (
     ),
     Attributes(f"{_MOE}.moe_runner.base:MoeRunnerConfig", ("gemm1_beta",), since="0.5.20"),
     Attributes(f"{_MOE}.moe_runner.base:MoeRunnerConfig", ("silu_mul_keep_fp32",), since="0.5.21"),
-    Attributes(f"{_MOE}.fused_moe_triton.layer:FusedMoE", ("layer_id", "quant_method")),
+    Attributes(
+        f"{_MOE}.fused_moe_triton.layer:FusedMoE",
+        ("layer_id", "quant_method", "moe_tp_rank", "moe_tp_size"),
+    ),
+    Call(f"{_SRT}.distributed.parallel_state:get_tp_group()"),
+    Attributes(
+        f"{_SRT}.distributed.parallel_state:GroupCoordinator",
+        ("device_group", "rank_in_group", "world_size"),
+    ),
     Override(_OUR_LOADER, f"{_MOE}.fused_moe_triton.layer:FusedMoE.weight_loader"),
     Call(f"{_SRT}.runtime_context:get_model()"),
     Attributes(f"{_ARGUMENTS}:ServerArgs", ("load_format",)),

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from bridge.homes import counts_of
+
 
 class WeightVersions:
     """Labels of the weights in use, in the order of their first row.
@@ -51,8 +53,10 @@ class WeightVersions:
     def split(self, rows_n: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (label, mask bool [n]) for every label that computed some of these rows.
 
-        The label of a computed row never changes, so another thread may ask.
+        They are row numbers on the host, which name a bridge too (`bridge.homes`). The label of a
+        computed row never changes, so another thread may ask.
         """
-        ages_n = torch.bucketize(rows_n, torch.tensor(self._first_rows), right=True) - 1
+        counts_n = torch.from_numpy(counts_of(rows_n.numpy()))
+        ages_n = torch.bucketize(counts_n, torch.tensor(self._first_rows), right=True) - 1
         for age in torch.unique(ages_n).tolist():
             yield self._labels[age], ages_n == age

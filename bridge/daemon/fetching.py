@@ -1,6 +1,7 @@
 """Answer a Fetch: which rows a page of a trajectory consists of, and what they hold.
 
-Shapes: T = positions of the page.
+Shapes: T = positions of the page, P = positions of a piece of it, N = those of T whose engine's
+ranks share rows, W = bytes of a row of the reply.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.daemon.gather import Gather
+from bridge.daemon.gather import PIECE_BYTES, Gather, Piece
+from bridge.daemon.joining import Joining, Shares
 from bridge.errors import UnknownTrajectory
 from bridge.index import Catalog, Engine, TrajectoryMap
 from bridge.index.grouping import groups
-from bridge.layout import LayoutError, Part, RecordLayout, Site
+from bridge.layout import LayoutError, Part, RecordLayout, Site, TensorSlice
+from bridge.layout.selection import selection
 from bridge.wire import Fetch, FetchReply, PageRows
 
 MAX_PAGE_BYTES = 8 << 20
@@ -25,10 +28,17 @@ _LAST_POSITIONS = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Where the rows of one part of a page are, as PLACE [T], and their weight versions [T]."""
+    """Where the rows of one part of a page are.
+
+    places    PLACE [T] of rows that one rank sent whole
+    versions  the weight version of every row, int32 [T]
+    shared    of every engine whose ranks share rows: where in the page they are, int [N] ascending,
+              and what was sent of them
+    """
 
     places: NDArray[np.void]
     versions: NDArray[np.int32]
+    shared: tuple[tuple[NDArray[np.intp], Shares], ...]
 
 
 class Fetching:
@@ -37,6 +47,7 @@ class Fetching:
     def __init__(self, catalog: Catalog, gather: Gather) -> None:
         self._catalog = catalog
         self._gather = gather
+        self._joining = Joining(catalog.blocks, gather)
 
     def answer(self, fetch: Fetch) -> Iterator[FetchReply | PageRows]:
         """Yield the first page of [start, stop); the client asks on from where it ends.
@@ -54,17 +65,16 @@ class Fetching:
                 "an engine has generated, once it has sent the records"
             )
         engine = self._reference_engine(trajectory)
-        reduced = _narrowed(engine.hello.layout, fetch.layers, _sites(fetch.sites))
+        reduced = _narrowed(
+            engine.hello.layout, fetch.layers, _sites(fetch.sites), fetch.tensor_slice
+        )
         stop = len(trajectory) if fetch.stop is None else min(fetch.stop, len(trajectory))
         start = min(fetch.start, stop)
         page = _page(start, stop, reduced)
         found = {part: self._find(part, trajectory, page, engine) for part in Part}
         yield self._head(fetch.trajectory, page, engine, reduced, found)
-        full = engine.hello.layout
         for part in Part:
-            columns = _selection(full, part, reduced)
-            for piece in self._gather.pieces(full.row_bytes(part), columns, found[part].places):
-                yield PageRows(part, piece.begin, piece.valid, piece.rows)
+            yield from self._rows(part, found[part], engine.hello.layout, reduced)
 
     def _reference_engine(self, trajectory: TrajectoryMap) -> Engine:
         """Return the engine whose layout the reply has: the last one that computed a row."""
@@ -82,10 +92,18 @@ class Fetching:
         """Find one part; rows of an engine with another format are missing, not reinterpreted."""
         places_T = self._catalog.places(part, trajectory, page)
         versions_T = self._catalog.blocks.versions(places_T["block"])
+        rows_T, shared = trajectory.rows[page], []
         for number, at in groups(trajectory.engines[page]):
-            if number >= 0 and not self._catalog.engine_list[number].writes_like(reference):
+            if number < 0:
+                continue
+            engine = self._catalog.engine_list[number]
+            is_like = engine.writes_like(reference)
+            if is_like and engine.is_shared:
+                shares = self._joining.find(engine, part, rows_T[at])
+                shared.append((np.arange(len(rows_T))[at], shares))
+            if engine.is_shared or not is_like:
                 places_T["block"][at] = -1
-        return _Found(places_T, versions_T)
+        return _Found(places_T, versions_T, tuple(shared))
 
     def _head(
         self,
@@ -114,19 +132,51 @@ class Fetching:
             tokens=trajectory.tokens[page],
             versions=versions_T,
             engines=engines_T,
+            rows=trajectory.rows[page],
         )
+
+    def _rows(
+        self, part: Part, found: _Found, full: RecordLayout, reduced: RecordLayout
+    ) -> Iterator[PageRows]:
+        """Yield the rows of one part in the pieces in which they are read."""
+        pieces = self._mixed if found.shared else self._single
+        for piece in pieces(part, found, full, reduced):
+            yield PageRows(part, piece.begin, piece.valid, piece.rows)
+
+    def _single(
+        self, part: Part, found: _Found, full: RecordLayout, reduced: RecordLayout
+    ) -> Iterator[Piece]:
+        """Yield rows that came as they are."""
+        columns = selection(full, reduced, part)
+        return self._gather.pieces(full.row_bytes(part), columns, found.places)
+
+    def _mixed(
+        self, part: Part, found: _Found, full: RecordLayout, reduced: RecordLayout
+    ) -> Iterator[Piece]:
+        """Yield rows of which some are joined from what several ranks sent."""
+        width = reduced.row_bytes(part)
+        if width == 0:
+            return
+        columns = selection(full, reduced, part)
+        step = max(1, PIECE_BYTES // width)
+        for begin in range(0, len(found.places), step):
+            places_P = found.places[begin : begin + step]
+            rows_PW, valid_P = self._gather.rows(full.row_bytes(part), columns, places_P)
+            for at_N, shares in found.shared:
+                first, last = at_N.searchsorted([begin, begin + step]).tolist()
+                at = at_N[first:last] - begin
+                rows_PW[at], valid_P[at] = self._joining.rows(shares[first:last], reduced)
+            yield Piece(begin, valid_P, rows_PW if valid_P.all() else rows_PW[valid_P])
 
 
 @lru_cache(maxsize=64)
 def _narrowed(
-    full: RecordLayout, layers: tuple[int, ...] | None, sites: tuple[Site, ...] | None
+    full: RecordLayout,
+    layers: tuple[int, ...] | None,
+    sites: tuple[Site, ...] | None,
+    tensor_slice: TensorSlice,
 ) -> RecordLayout:
-    return full.narrow(layers, sites)
-
-
-@lru_cache(maxsize=256)
-def _selection(full: RecordLayout, part: Part, reduced: RecordLayout) -> tuple[slice, ...]:
-    return full.selection(part, reduced)
+    return full.narrow(layers, sites, tensor_slice)
 
 
 def _sites(sites: tuple[str, ...] | None) -> tuple[Site, ...] | None:

@@ -69,6 +69,22 @@ class Gather:
                 rows_VS = np.frombuffer(b"".join(cut), dtype=np.uint8).reshape(-1, selected)
                 yield Piece(begin, valid_N[begin : begin + step], rows_VS)
 
+    def rows(
+        self, row_bytes: int, columns: Sequence[slice], places_N: NDArray[np.void]
+    ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+        """Return all rows at PLACE [N] at once, uint8 [N, S], and which are valid, bool [N].
+
+        Other rows are zero.
+        """
+        selected = sum(column.stop - column.start for column in columns)
+        rows_NS = np.zeros((len(places_N), selected), dtype=np.uint8)
+        valid_N = np.zeros(len(places_N), dtype=np.bool_)
+        for piece in self.pieces(row_bytes, columns, places_N):
+            at = slice(piece.begin, piece.begin + len(piece.valid))
+            valid_N[at] = piece.valid
+            rows_NS[at][piece.valid] = piece.rows
+        return rows_NS, valid_N
+
     def _intact(
         self, read: Reader, row_bytes: int, runs: Sequence[Run], valid_N: NDArray[np.bool_]
     ) -> list[memoryview]:

@@ -52,7 +52,7 @@ class Ingest:
         self._answer = answer
         self._pending: list[Pending] = []
         self._storing: list[Pending] = []
-        self._pending_keys: set[tuple[str, int]] = set()
+        self._pending_keys: set[tuple[str, int, int]] = set()
         self._held: defaultdict[bytes, list[int]] = defaultdict(list)
         self.accepted = 0
         self.duplicates = 0
@@ -63,8 +63,8 @@ class Ingest:
     def take(self, peer: bytes, message: Ingested, seq: int) -> None:
         """Check a message and keep it for the next commit; raise TraceError to refuse it."""
         told: Told = message.block if isinstance(message, Rows) else message
-        engine_id = "" if isinstance(told, Step) else told.engine_id
-        key = (engine_id, seq)
+        engine_id, shard = ("", 0) if isinstance(told, Step) else (told.engine_id, told.shard)
+        key = (engine_id, shard, seq)
         if key in self._pending_keys:
             self.commit()  # so that it is known whether the store took the first copy
         self._catalog.check(told)

@@ -67,6 +67,7 @@ class Census:
             trajectories=len(self._catalog.trajectories),
             forward_rows=self._catalog.rows(Part.FORWARD),
             kv_rows=self._catalog.rows(Part.KV),
+            partial_rows=self._catalog.partial_rows(),
             dropped_rows=sum(engine.dropped_rows for engine in self._catalog.engine_list),
             collected=self._retention.collected,
             messages=self._ingest.accepted,

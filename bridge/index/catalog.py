@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.errors import SchemaMismatch, TraceError
+from bridge.errors import TraceError
 from bridge.index.block_table import BlockTable
 from bridge.index.digest_table import DigestTable
+from bridge.index.engine import Engine, introduction_bytes
 from bridge.index.grouping import groups
-from bridge.index.row_map import RowMap, absent_places
-from bridge.index.sequence_set import SequenceSet
+from bridge.index.row_map import absent_places
 from bridge.index.trajectory_map import TrajectoryMap
 from bridge.layout import Part
 from bridge.wire import (
@@ -31,27 +30,10 @@ from bridge.wire import (
 Told = Hello | Block | Trajectory | WeightDigests | Dropped | Step
 PARTS = tuple(Part)
 _OBJECT_BYTES = 200
-_ENGINE_BYTES = 1 << 10
 
 
 class UnknownEngine(TraceError):
     """An engine sent records without a hello that this daemon remembers."""
-
-
-@dataclass(slots=True)
-class Engine:
-    """One engine process: its index, what its rows look like, where they are, what was accepted."""
-
-    number: int
-    hello: Hello
-    maps: dict[Part, RowMap] = field(default_factory=lambda: {part: RowMap() for part in PARTS})
-    accepted: SequenceSet = field(default_factory=SequenceSet)
-    dropped_rows: int = 0
-
-    def writes_like(self, other: Engine) -> bool:
-        """Whether the bytes of a row mean the same as in the other engine's rows."""
-        mine, theirs = self.hello, other.hello
-        return mine.layout == theirs.layout and mine.kv_scales == theirs.kv_scales
 
 
 class Catalog:
@@ -80,29 +62,23 @@ class Catalog:
             return
         engine = self.engines.get(told.engine_id)
         if isinstance(told, Hello):
-            if engine is not None and engine.hello != told:
-                raise SchemaMismatch(
-                    f"engine {told.engine_id} said hello before with another record layout; "
-                    "use a new engine id for every engine process"
-                )
-        elif engine is None:
+            if engine is not None:
+                engine.check_hello(told)
+            return
+        if engine is None:
             raise UnknownEngine(
                 f"engine {told.engine_id} sent records before its hello; send the hello first"
             )
-        elif isinstance(told, Block):
-            expected = engine.hello.layout.row_bytes(told.part)
-            if told.row_bytes != expected:
-                raise SchemaMismatch(
-                    f"engine {told.engine_id} sent {told.part.value} rows of {told.row_bytes} "
-                    f"bytes and its hello says {expected}; send rows in the layout of the hello"
-                )
+        engine.check_shard(told.shard)
+        if isinstance(told, Block):
+            engine.check_block(told)
 
     def seen(self, told: Told, seq: int) -> bool:
-        """Whether (engine, seq) has been applied before."""
+        """Whether a rank's message with this sequence number has been applied before."""
         if isinstance(told, Step):
             return told.step <= self.step
         engine = self.engines.get(told.engine_id)
-        return engine is not None and seq in engine.accepted
+        return engine is not None and seq in engine.accepted[told.shard]
 
     def apply(self, told: Told, seq: int, number: int) -> None:
         """Apply a checked message that the store holds as entry ``number``."""
@@ -112,19 +88,19 @@ class Catalog:
         if isinstance(told, Hello):
             self._add_engine(told)
         engine = self.engines[told.engine_id]
-        engine.accepted.add(seq)
+        engine.accepted[told.shard].add(seq)
         match told:
             case Block():
                 version = self._version_number(told.weight_version)
                 part = PARTS.index(told.part)
-                self.blocks.put(number, engine.number, part, version, self.step)
-                engine.maps[told.part].put(told.rows, number)
+                self.blocks.put(number, engine.number, part, version, self.step, told.row_bytes)
+                engine.place(told, number)
             case Trajectory():
                 self._merge(told, engine, number)
             case WeightDigests():
                 self.digests.put(told, number, self.step)
             case Dropped():
-                engine.dropped_rows = told.forward_rows + told.kv_rows
+                engine.dropped[told.shard] = told.forward_rows + told.kv_rows
 
     def growth(self, told: Told) -> int:
         """Return the memory that applying a checked message would add to the index, about.
@@ -133,7 +109,7 @@ class Catalog:
         """
         match told:
             case Hello():
-                return 0 if told.engine_id in self.engines else _bytes_of(told)
+                return 0 if told.engine_id in self.engines else introduction_bytes(told)
             case Block():
                 return self.engines[told.engine_id].maps[told.part].growth(told.rows)
             case Trajectory():
@@ -142,7 +118,10 @@ class Catalog:
         return 0
 
     def places(self, part: Part, trajectory: TrajectoryMap, page: slice) -> NDArray[np.void]:
-        """Return where the rows of the positions in ``page`` are, as PLACE [T]."""
+        """Return where the complete rows of the positions in ``page`` are, as PLACE [T].
+
+        A row that several ranks share is at the place of its first rank's bytes.
+        """
         engines_T, rows_T = trajectory.engines[page], trajectory.rows[page]
         places_T = absent_places(len(rows_T))
         for number, at in groups(engines_T):
@@ -150,9 +129,25 @@ class Catalog:
                 places_T[at] = self.engine_list[number].maps[part].find(rows_T[at])
         return places_T
 
+    def blocks_of(self, trajectory: TrajectoryMap) -> NDArray[np.int64]:
+        """Return the numbers of the blocks that hold bytes of its rows, ascending."""
+        found = [
+            np.unique(self.engine_list[number].maps[part].find_each(trajectory.rows[at])["block"])
+            for number, at in groups(trajectory.engines)
+            for part in PARTS
+            if number >= 0
+        ]
+        blocks = np.unique(np.concatenate([np.empty(0, np.int64), *found]))
+        return blocks[blocks >= 0]
+
     def rows(self, part: Part) -> int:
-        """Count the rows held of one part."""
+        """Count the rows held of one part, those that every rank has sent."""
         return sum(engine.maps[part].rows for engine in self.engine_list)
+
+    def partial_rows(self) -> int:
+        """Count the rows of both parts that some ranks have sent and others have not."""
+        maps = (row_map for engine in self.engine_list for row_map in engine.maps.values())
+        return sum(row_map.partial_rows for row_map in maps)
 
     def drop(self, names: Iterable[str], blocks: NDArray[np.int64]) -> list[int]:
         """Forget trajectories and blocks; return the numbers of the entries that told them."""
@@ -172,10 +167,7 @@ class Catalog:
 
     def nbytes(self) -> int:
         """Return the memory that the index takes, about."""
-        engines = sum(
-            engine.accepted.nbytes() + sum(row_map.nbytes() for row_map in engine.maps.values())
-            for engine in self.engine_list
-        )
+        engines = sum(engine.nbytes() for engine in self.engine_list)
         others = self._trajectory_bytes + self._name_bytes + self.digests.nbytes
         return engines + self.blocks.nbytes() + others
 
@@ -196,7 +188,7 @@ class Catalog:
         if hello.engine_id not in self.engines:
             engine = Engine(len(self.engine_list), hello)
             self.engines[hello.engine_id] = engine
-            self._name_bytes += _bytes_of(hello)
+            self._name_bytes += introduction_bytes(hello)
             self.engine_list.append(engine)
 
     def _version_number(self, version: str) -> int:
@@ -206,10 +198,3 @@ class Catalog:
             self.weight_versions.append(version)
             self._name_bytes += 4 * len(version) + _OBJECT_BYTES
         return number
-
-
-def _bytes_of(hello: Hello) -> int:
-    """Return the memory that an engine's introduction takes, about."""
-    fields = sum(len(hello.layout.fields(part)) for part in Part)
-    texts = sum(len(name) + len(value) for name, value in hello.model.items())
-    return _ENGINE_BYTES + _OBJECT_BYTES * (fields + len(hello.kv_scales)) + 4 * texts

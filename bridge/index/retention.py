@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.index.catalog import PARTS, Catalog
+from bridge.index.catalog import Catalog
 from bridge.wire import Policy, TrajectoryState
 
 
@@ -49,22 +49,17 @@ def garbage(catalog: Catalog, policy: Policy, pinned: Set[str], now: float) -> G
     stale = numbers[_too_far_behind(catalog, blocks["version"], policy.max_version_diff)]
     stale = stale[~np.isin(stale, _referred(catalog, pinned & stays, bool(len(stale))))]
     if len(stale):
-        gone += [name for name in stays if _all_within(_blocks_of(catalog, name), stale)]
+        gone += [
+            name
+            for name in stays
+            if _all_within(catalog.blocks_of(catalog.trajectories[name]), stale)
+        ]
     return Garbage(gone, np.union1d(old, stale), first_step)
-
-
-def _blocks_of(catalog: Catalog, name: str) -> NDArray[np.int64]:
-    """Return the numbers of the blocks that a trajectory refers to, ascending."""
-    trajectory = catalog.trajectories[name]
-    everything = slice(0, len(trajectory))
-    blocks = [catalog.places(part, trajectory, everything)["block"] for part in PARTS]
-    found = np.unique(np.concatenate(blocks)).astype(np.int64)
-    return found[found >= 0]
 
 
 def _referred(catalog: Catalog, names: Iterable[str], wanted: bool) -> NDArray[np.int64]:
     """Return the numbers of the blocks that these trajectories refer to, if ``wanted``."""
-    found = [_blocks_of(catalog, name) for name in names] if wanted else []
+    found = [catalog.blocks_of(catalog.trajectories[name]) for name in names] if wanted else []
     return np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
 
 

@@ -1,4 +1,7 @@
-"""Row number -> place of its bytes, at 8 bytes a row whatever the number of rows.
+"""Row number -> place of its bytes, at 8 bytes a row and sender whatever the number of rows.
+
+Where the ranks of an engine share its rows every row has as many places as there are senders, and
+is complete once all of them are known.
 
 Rows stand in pages of 1024, pages in slabs of 1024. Pages are made as rows arrive, so an engine may
 number rows with gaps and a stranger's huge row number costs one page, not an allocation of its
@@ -34,28 +37,45 @@ def absent_places(count: int) -> NDArray[np.void]:
 
 
 class RowMap:
-    """Places of one engine's rows of one record part."""
+    """Places of one engine's rows of one record part.
 
-    def __init__(self) -> None:
+    ``rows`` counts the complete rows and ``partial_rows`` those that some senders owe.
+    """
+
+    def __init__(self, senders: int = 1) -> None:
+        self._senders = senders
+        self._page_bytes = _PAGE_ROWS * PLACE.itemsize * senders
         self._slabs: list[NDArray[np.void]] = []
         self._page_at: dict[int, int] = {}
         self._made = 0
         self._free: list[int] = []
         self.rows = 0
+        self.partial_rows = 0
 
-    def put(self, rows_N: NDArray[np.int64], block: int) -> None:
-        """Place rows at offsets 0..N-1 of ``block``; a row placed before moves there."""
+    def put(self, rows_N: NDArray[np.int64], block: int, sender: int = 0) -> None:
+        """Place a sender's rows at offsets 0..N-1 of ``block``; one placed before moves there."""
         places_N = np.empty(len(rows_N), dtype=PLACE)
         places_N["block"] = block
         places_N["offset"] = np.arange(len(rows_N))
         for number, at in _pages(rows_N):
             page = self._page(number)
-            held = np.count_nonzero(page["block"] >= 0)
-            page[rows_N[at] & (_PAGE_ROWS - 1)] = places_N[at]
-            self.rows += int(np.count_nonzero(page["block"] >= 0) - held)
+            self._count(page, -1)
+            page[:, sender][rows_N[at] & (_PAGE_ROWS - 1)] = places_N[at]
+            self._count(page, 1)
 
     def find(self, rows_N: NDArray[np.int64]) -> NDArray[np.void]:
-        """Return PLACE [N]; ``block`` is -1 for rows that never arrived and for row -1."""
+        """Return the first sender's PLACE [N] of complete rows.
+
+        ``block`` is -1 for rows that have not arrived from every sender and for row -1.
+        """
+        places_NS = self.find_each(rows_N)
+        places_N = places_NS[:, 0]
+        if self._senders > 1:
+            places_N[(places_NS["block"] < 0).any(axis=1)] = _ABSENT
+        return places_N
+
+    def find_each(self, rows_N: NDArray[np.int64]) -> NDArray[np.void]:
+        """Return every sender's PLACE [N, S]; ``block`` is -1 where it has not sent the row."""
         numbers_N = rows_N >> _PAGE_BITS
         breaks_N = np.empty(len(rows_N), dtype=np.bool_)
         breaks_N[1:] = numbers_N[1:] != numbers_N[:-1]
@@ -63,19 +83,20 @@ class RowMap:
         pages = [self._page_at.get(number, _NO_PAGE) for number in numbers_N[firsts].tolist()]
         pages_N = np.array(pages, dtype=np.int64).repeat(lengths)
         slots_N = rows_N & (_PAGE_ROWS - 1)
-        places_N = absent_places(len(rows_N))
+        places_NS = absent_places(len(rows_N) * self._senders).reshape(-1, self._senders)
         for slab, at in groups(pages_N >> _SLAB_BITS):
             if slab >= 0:
-                places_N[at] = self._slabs[slab][pages_N[at] & (_SLAB_PAGES - 1), slots_N[at]]
-        return places_N
+                places_NS[at] = self._slabs[slab][pages_N[at] & (_SLAB_PAGES - 1), slots_N[at]]
+        return places_NS
 
     def drop(self, blocks: NDArray[np.int64]) -> None:
         """Forget all rows of these blocks and the pages that held nothing else."""
         for number, at in list(self._page_at.items()):
             page = self._at(at)
             gone = np.isin(page["block"], blocks)
+            self._count(page, -1)
             page[gone] = _ABSENT
-            self.rows -= int(np.count_nonzero(gone))
+            self._count(page, 1)
             if not (page["block"] >= 0).any():
                 del self._page_at[number]
                 self._free.append(at)
@@ -88,11 +109,22 @@ class RowMap:
         if most > _FEW_PAGES:
             numbers = set(numbers_N[heads].tolist())
             most = len(numbers - self._page_at.keys()) - len(self._free)
-        return max(0, most) * _PAGE_ROWS * PLACE.itemsize
+        return max(0, most) * self._page_bytes
 
     def nbytes(self) -> int:
         """Return the memory that the map takes: that of all pages ever made at a time."""
-        return self._made * _PAGE_ROWS * PLACE.itemsize
+        return self._made * self._page_bytes
+
+    def _count(self, page: NDArray[np.void], sign: int) -> None:
+        """Add a page's rows to the counts, or with ``sign`` -1 take them off."""
+        held = page["block"] >= 0
+        if self._senders == 1:
+            self.rows += sign * int(np.count_nonzero(held))
+            return
+        senders_R = np.count_nonzero(held, axis=1)
+        complete = int(np.count_nonzero(senders_R == self._senders))
+        self.rows += sign * complete
+        self.partial_rows += sign * (int(np.count_nonzero(senders_R)) - complete)
 
     def _page(self, number: int) -> NDArray[np.void]:
         """Return the page with this number, made if it is not there."""
@@ -105,7 +137,8 @@ class RowMap:
     def _new_page(self) -> int:
         if self._made == len(self._slabs) << _SLAB_BITS:
             # Untouched memory is not there yet: a slab costs what its pages in use do.
-            self._slabs.append(np.empty((_SLAB_PAGES, _PAGE_ROWS), dtype=PLACE))
+            shape = (_SLAB_PAGES, _PAGE_ROWS, self._senders)
+            self._slabs.append(np.empty(shape, dtype=PLACE))
         self._made += 1
         return self._made - 1
 

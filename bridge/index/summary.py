@@ -27,6 +27,7 @@ def summarize(catalog: Catalog, name: str) -> TrajectorySummary:
         state=trajectory.state.value,
         tokens=len(trajectory),
         rows=int(held[Part.FORWARD].sum()),
+        kv_rows=int(held[Part.KV].sum()),
         missing_forward=int((due & ~held[Part.FORWARD] & (width[Part.FORWARD] > 0)).sum()),
         missing_kv=int((due & ~held[Part.KV] & (width[Part.KV] > 0)).sum()),
         weight_versions=tuple(catalog.weight_versions[number] for number in versions.tolist()),

@@ -2,7 +2,9 @@
 
 from bridge.layout.record import Field, RecordLayout
 from bridge.layout.shape import LayoutError, ModelShape, deeper_half, parse_layers
+from bridge.layout.shard import Shard
 from bridge.layout.site import Kind, Part, Site, SiteRecord
+from bridge.layout.tensor_slice import TensorSlice
 
 __all__ = [
     "Field",
@@ -11,8 +13,10 @@ __all__ = [
     "ModelShape",
     "Part",
     "RecordLayout",
+    "Shard",
     "Site",
     "SiteRecord",
+    "TensorSlice",
     "deeper_half",
     "parse_layers",
 ]

@@ -26,7 +26,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from bridge.errors import SchemaMismatch
-from bridge.formats import FULL_SCALE_BITS, MAX_BITS, SCALE_BITS, plane_bytes, scale_bytes
+from bridge.formats import (
+    FULL_SCALE_BITS,
+    MAX_BITS,
+    NVFP4_BLOCK,
+    SCALE_BITS,
+    plane_bytes,
+    scale_bytes,
+)
 from bridge.layout.shape import (
     MAX_LAYERS,
     LayoutError,
@@ -35,6 +42,7 @@ from bridge.layout.shape import (
     check_range,
 )
 from bridge.layout.site import PART_OF, Kind, Part, Site, SiteRecord
+from bridge.layout.tensor_slice import ALL_VALUES, TensorSlice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,10 +75,11 @@ class RecordLayout:
 
     `bits` are kept of a code word, 1 to 4, and `scale_bits` of a block scale, 8 or 2. `layers` are
     the captured layers, ascending; a layer that has no experts or no KV cache simply lacks those
-    sites. Routes, if chosen, are those of every MoE layer, captured or not.
+    sites. Routes, if chosen, are those of every MoE layer, captured or not. `tensor_slice` is which
+    values are kept of split sites; `shape` stays that of the whole model.
 
     Raises:
-        LayoutError: if layers, sites or bits are not a choice the shape allows.
+        LayoutError: if layers, sites, bits or slice are not a choice the shape allows.
     """
 
     shape: ModelShape
@@ -78,6 +87,7 @@ class RecordLayout:
     sites: tuple[Site, ...]
     bits: int = 1
     scale_bits: int = FULL_SCALE_BITS
+    tensor_slice: TensorSlice = ALL_VALUES
 
     def __post_init__(self) -> None:
         check_range("bits", self.bits, 1, MAX_BITS)
@@ -87,12 +97,29 @@ class RecordLayout:
                 "E4M3 scale or the lowest two."
             )
         check_layers("layers", self.layers, self.shape.num_layers)
+        self.tensor_slice.check(self.shape)
+        self._check_scale_bytes()
         # One order for equal choices, so that equal layouts compare and hash equal.
         object.__setattr__(self, "sites", tuple(site for site in Site if site in self.sites))
         per_layer = 3 * (self.shape.top_k if Site.FC2 in self.sites else 0) + 7
         most_fields = len(self.shape.moe_layers) + len(self.layers) * per_layer
         check_range("fields of a row", most_fields, 0, MAX_FIELDS)
         check_range("bytes of a row", self.bytes_per_token(), 0, MAX_ROW_BYTES)
+
+    def _check_scale_bytes(self) -> None:
+        """Refuse a slice that divides a byte of low scales: no rank's bytes would be another's."""
+        multiple = 8 // self.scale_bits * NVFP4_BLOCK
+        for site in self.sites:
+            if site is Site.ROUTES:
+                continue
+            held, size = self.values(site), len(ALL_VALUES.values(site, self.shape))
+            if held.start % multiple or (held.stop % multiple and held.stop != size):
+                raise LayoutError(
+                    f"Values {held.start} to {held.stop} of {size} at {site} divide a byte of "
+                    f"{self.scale_bits}-bit block scales, which has those of {multiple} values: "
+                    f"record whole scales (--trace-scale-bits {FULL_SCALE_BITS}), or fetch all "
+                    "values."
+                )
 
     # --- what lies where
 
@@ -184,15 +211,13 @@ class RecordLayout:
         if PART_OF[site] is Part.FORWARD:
             yield site, layer, slot, Kind.TOKEN_SCALE, TOKEN_SCALE_BYTES
 
+    def values(self, site: Site) -> range:
+        """Return which of the model's values of one token (and expert slot) a row holds."""
+        return self.tensor_slice.values(site, self.shape)
+
     def width(self, site: Site) -> int:
         """Return N, the values of one token (and expert slot) at a quantized site."""
-        widths = {
-            Site.FC1: self.shape.hidden_size,
-            Site.FC2: self.shape.moe_intermediate_size,
-            Site.K: self.shape.num_kv_heads * self.shape.head_dim,
-            Site.V: self.shape.num_kv_heads * self.shape.head_dim,
-        }
-        return widths[site]
+        return len(self.values(site))
 
     @property
     def id_bytes(self) -> int:
@@ -301,14 +326,17 @@ class RecordLayout:
     # --- asking for less
 
     def narrow(
-        self, layers: Iterable[int] | None = None, sites: Iterable[Site] | None = None
+        self,
+        layers: Iterable[int] | None = None,
+        sites: Iterable[Site] | None = None,
+        tensor_slice: TensorSlice = ALL_VALUES,
     ) -> RecordLayout:
-        """Return the layout that keeps only these layers and sites; None keeps all.
+        """Return the layout that keeps only these layers, sites and values; None keeps all.
 
         Layers narrow the quantized sites; routes stay those of every MoE layer.
 
         Raises:
-            LayoutError: if this record does not hold a layer or site that is asked for.
+            LayoutError: if this record does not hold a layer, site or value that is asked for.
         """
         kept_layers = self.layers if layers is None else tuple(sorted(set(layers)))
         kept_sites = self.sites if sites is None else tuple(Site(site) for site in sites)
@@ -317,19 +345,8 @@ class RecordLayout:
                 f"Layers {kept_layers} and sites {', '.join(kept_sites)} were asked for, but the "
                 f"record holds layers {self.layers} and sites {', '.join(self.sites)}."
             )
-        return replace(self, layers=kept_layers, sites=kept_sites)
-
-    def selection(self, part: Part, narrowed: RecordLayout) -> tuple[slice, ...]:
-        """Return the column slices of this layout whose bytes, in order, are a narrowed row."""
-        slices: list[slice] = []
-        for site, layer in narrowed._columns:
-            if PART_OF[site] is not part:
-                continue
-            columns = self.columns(site, layer)
-            if slices and slices[-1].stop == columns.start:
-                columns = slice(slices.pop().start, columns.stop)
-            slices.append(columns)
-        return tuple(slices)
+        kept_slice = tensor_slice.within(self.tensor_slice)
+        return replace(self, layers=kept_layers, sites=kept_sites, tensor_slice=kept_slice)
 
     # --- over the wire
 
@@ -342,6 +359,7 @@ class RecordLayout:
             "sites": [str(site) for site in self.sites],
             "bits": self.bits,
             "scale_bits": self.scale_bits,
+            "tensor_slice": self.tensor_slice.to_dict(),
         }
 
     @classmethod
@@ -354,8 +372,9 @@ class RecordLayout:
         try:
             shape = {field.name: _plain(data["shape"][field.name]) for field in fields(ModelShape)}
             sites = tuple(Site(site) for site in data["sites"])
+            layers, kept = _plain(data["layers"]), TensorSlice.from_dict(data["tensor_slice"])
             bits, scale_bits = _plain(data["bits"]), _plain(data["scale_bits"])
-            return cls(ModelShape(**shape), _plain(data["layers"]), sites, bits, scale_bits)
+            return cls(ModelShape(**shape), layers, sites, bits, scale_bits, kept)
         except (LayoutError, KeyError, TypeError, ValueError) as error:
             raise SchemaMismatch(
                 f"The record layout is not valid ({error}): "

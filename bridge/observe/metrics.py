@@ -60,6 +60,7 @@ class _StatusCollector(Collector):
 def _traffic(status: Status) -> Iterator[Metric]:
     held = {Part.FORWARD: status.held.forward_rows, Part.KV: status.held.kv_rows}
     yield _gauges("held_rows", "Rows held", "part", held)
+    yield _gauge("partial_rows", "Rows that some ranks of an engine owe", status.held.partial_rows)
     yield _counters("received_rows", "Rows stored and acknowledged", "part", status.rows_received)
     yield _counters("received_bytes", "Their record bytes", "part", status.bytes_received)
     yield _counters("sent_rows", "Rows sent to trainers", "part", status.rows_sent)

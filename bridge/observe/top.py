@@ -86,7 +86,7 @@ def _column(found: Status | TraceError) -> dict[str, str]:
         f"{states[TrajectoryState.OPEN]} / {states[TrajectoryState.FINISHED]}"
         f" / {states[TrajectoryState.ABORTED]}",
         f"{found.collected[TrajectoryState.OPEN]} / {held.collected}",
-        f"{held.forward_rows:,} / {held.kv_rows:,}",
+        f"{held.forward_rows:,} / {held.kv_rows:,} / {held.partial_rows:,}",
         _fill(held.memory_bytes + held.index_bytes, held.memory_limit),
         _fill(held.disk_bytes, held.disk_limit),
         f"{format_size(int(recent.bytes_in))}/s, {recent.rows_in:,.0f} rows/s",
@@ -104,7 +104,7 @@ _ROWS = (
     "RL step / up",
     "trajectories open / finished / aborted",
     "given up: expired / all",
-    "rows held: forward / K/V",
+    "rows held: forward / K/V / in part",
     "memory",
     "disk",
     "in",

@@ -39,14 +39,15 @@ class List(HeaderOnly):
 class TrajectorySummary:
     """What is held of a trajectory.
 
-    ``rows`` counts positions whose forward row is held; ``missing_forward`` and ``missing_kv``
-    positions that should have such a row and do not (the last token needs none).
+    ``rows`` and ``kv_rows`` count positions whose forward and K/V row is held; ``missing_forward``
+    and ``missing_kv`` positions that should have such a row and do not (the last token needs none).
     """
 
     trajectory: str
     state: str
     tokens: int
     rows: int
+    kv_rows: int
     missing_forward: int
     missing_kv: int
     weight_versions: tuple[str, ...]
@@ -63,6 +64,7 @@ class TrajectorySummary:
             state=parsed_state(fields).value,
             tokens=fields.integer("tokens", 0, MAX_COUNT),
             rows=fields.integer("rows", 0, MAX_COUNT),
+            kv_rows=fields.integer("kv_rows", 0, MAX_COUNT),
             missing_forward=fields.integer("missing_forward", 0, MAX_COUNT),
             missing_kv=fields.integer("missing_kv", 0, MAX_COUNT),
             weight_versions=fields.texts("weight_versions"),
@@ -149,7 +151,8 @@ class StatsReply(HeaderOnly):
     ``damaged_entries`` journal entries that were not readable at start-up, ``refused`` messages
     answered with an error, ``refused_peers`` connections that had no key that is known,
     ``commits`` writes to the store, ``dropped_rows`` rows that engines gave up, ``collected``
-    trajectories that were removed.
+    trajectories that were removed, ``partial_rows`` rows of both parts that some of an engine's
+    ranks have sent and others have not: they are missing until then, and not among the others.
     """
 
     KIND: ClassVar[str] = "stats_reply"
@@ -167,6 +170,7 @@ class StatsReply(HeaderOnly):
     trajectories: int
     forward_rows: int
     kv_rows: int
+    partial_rows: int
     dropped_rows: int
     collected: int
     messages: int

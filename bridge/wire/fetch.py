@@ -16,8 +16,10 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.layout import Part, RecordLayout
+from bridge.errors import CorruptMessage
+from bridge.layout import Part, RecordLayout, TensorSlice
 from bridge.layout.shape import MAX_LAYERS
+from bridge.layout.tensor_slice import ALL_VALUES
 from bridge.wire.envelope import Buffer, Envelope
 from bridge.wire.fields import MAX_COUNT, Fields, array, vector, wire_bytes
 from bridge.wire.ingest import (
@@ -38,7 +40,10 @@ MAX_SITES = 64
 
 @dataclass(frozen=True, slots=True)
 class Fetch(HeaderOnly):
-    """Ask for positions [start, stop) of a trajectory; None means all layers, sites, positions."""
+    """Ask for positions [start, stop) of a trajectory; None means all layers, sites, positions.
+
+    ``tensor_slice`` is which values of fc2, K and V to send.
+    """
 
     KIND: ClassVar[str] = "fetch"
 
@@ -47,6 +52,7 @@ class Fetch(HeaderOnly):
     stop: int | None = None
     layers: tuple[int, ...] | None = None
     sites: tuple[str, ...] | None = None
+    tensor_slice: TensorSlice = ALL_VALUES
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -56,6 +62,7 @@ class Fetch(HeaderOnly):
             "stop": self.stop,
             "layers": None if self.layers is None else list(self.layers),
             "sites": None if self.sites is None else list(self.sites),
+            "tensor_slice": self.tensor_slice.to_dict(),
         }
 
     @classmethod
@@ -69,6 +76,7 @@ class Fetch(HeaderOnly):
             fields.optional_integer("stop", 0, MAX_TRAJECTORY_TOKENS),
             fields.optional_integers("layers", 0, MAX_LAYERS - 1),
             fields.optional_texts("sites", MAX_SITES),
+            _parsed_slice(fields),
         )
 
 
@@ -80,7 +88,8 @@ class FetchReply:
 
     ``revision`` changes whenever the trajectory does, so a reader of several pages can tell.
     ``versions`` indexes ``weight_versions``, -1 where no row is recorded; ``engines`` likewise.
-    A token id of -1 is a position of which no engine has told anything.
+    A token id of -1 is a position of which no engine has told anything. ``rows`` are the engine's
+    numbers of the rows, -1 where it told none, whether the bridge holds them or not.
     """
 
     KIND: ClassVar[str] = "fetch_reply"
@@ -97,6 +106,7 @@ class FetchReply:
     tokens: NDArray[np.int32]
     versions: NDArray[np.int32]
     engines: NDArray[np.int32]
+    rows: NDArray[np.int64]
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -119,12 +129,13 @@ class FetchReply:
             wire_bytes(self.tokens, "<i4"),
             wire_bytes(self.versions, "<i4"),
             wire_bytes(self.engines, "<i4"),
+            wire_bytes(self.rows, "<i8"),
         ]
 
     @classmethod
     def parse(cls, envelope: Envelope) -> Self:
         """Build from an intact envelope."""
-        tokens, versions, engines = frames_of(envelope, 3)
+        tokens, versions, engines, rows = frames_of(envelope, 4)
         fields = Fields(envelope.body)
         layout = parsed_layout(fields)
         count = fields.integer("positions", 0, MAX_TRAJECTORY_TOKENS)
@@ -141,6 +152,7 @@ class FetchReply:
             array(tokens, "<i4", (count,)),
             array(versions, "<i4", (count,)),
             array(engines, "<i4", (count,)),
+            array(rows, "<i8", (count,)),
         )
 
 
@@ -180,3 +192,11 @@ class PageRows:
             valid_P,
             array(rows_frame, np.uint8, (int(np.count_nonzero(valid_P)), row_bytes)),
         )
+
+
+def _parsed_slice(fields: Fields) -> TensorSlice:
+    """Return a slice whose bounds are no further checked: that is for the record's layout to do."""
+    try:
+        return TensorSlice.from_dict(fields.mapping("tensor_slice", 2))
+    except (TypeError, ValueError) as error:
+        raise CorruptMessage(f"header field tensor_slice is not valid ({error})") from error

@@ -16,9 +16,10 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.errors import CorruptMessage
-from bridge.layout import Part, RecordLayout
-from bridge.layout.shape import MAX_LAYERS
+from bridge.errors import CorruptMessage, SchemaMismatch
+from bridge.layout import LayoutError, Part, RecordLayout, Shard
+from bridge.layout.shape import MAX_LAYERS, check_range
+from bridge.layout.shard import MAX_SHARD_FIELDS, MAX_SHARDS, check_shards
 from bridge.wire.envelope import Buffer, Envelope
 from bridge.wire.fields import MAX_COUNT, Fields, array, vector, wire_bytes
 from bridge.wire.message import HeaderOnly, frames_of
@@ -34,10 +35,12 @@ MISSING = -1
 
 @dataclass(frozen=True, slots=True)
 class Hello(HeaderOnly):
-    """An engine introduces itself: what its rows look like, once per engine_id.
+    """A rank of an engine introduces itself: what the engine's rows look like, once per rank.
 
     ``kv_scales`` maps an attention layer to its global (K, V) scales; ``model`` is free text pairs
-    such as the model path.
+    such as the model path. ``shards`` is what each rank sends of a row, this one being number
+    ``shard``; none given is one rank that sends all. All ranks of an engine say the same but for
+    ``shard``, so that the first of them tells what a complete row needs.
     """
 
     KIND: ClassVar[str] = "hello"
@@ -46,6 +49,12 @@ class Hello(HeaderOnly):
     layout: RecordLayout
     kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     model: Mapping[str, str] = field(default_factory=dict)
+    shards: tuple[Shard, ...] = ()
+    shard: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.shards:
+            object.__setattr__(self, "shards", (Shard(self.layout),))
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -54,6 +63,8 @@ class Hello(HeaderOnly):
             "layout": layout_body(self.layout),
             "kv_scales": packed_kv_scales(self.kv_scales),
             "model": dict(self.model),
+            "shards": [shard.to_dict() for shard in self.shards],
+            "shard": self.shard,
         }
 
     @classmethod
@@ -61,17 +72,24 @@ class Hello(HeaderOnly):
         """Build from an intact envelope."""
         frames_of(envelope, 0)
         fields = Fields(envelope.body)
+        layout = parsed_layout(fields)
+        shards = parsed_shards(fields, layout)
         return cls(
             fields.name("engine_id"),
-            parsed_layout(fields),
+            layout,
             parsed_kv_scales(fields),
             fields.texts_by_key("model", MAX_MODEL_TEXTS),
+            shards,
+            fields.integer("shard", 0, len(shards) - 1),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What a Rows message says of its rows: all but the record bytes. This is what is indexed."""
+    """What a Rows message says of its rows: all but the record bytes. This is what is indexed.
+
+    ``shard`` is the number of the sending rank's shard (see `Hello`), here as in all messages.
+    """
 
     KIND: ClassVar[str] = "block"
 
@@ -80,6 +98,7 @@ class Block:
     weight_version: str
     row_bytes: int
     rows: NDArray[np.int64]
+    shard: int = 0
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -88,6 +107,7 @@ class Block:
             "part": self.part.value,
             "weight_version": self.weight_version,
             "row_bytes": self.row_bytes,
+            "shard": self.shard,
         }
 
     def frames(self) -> list[Buffer]:
@@ -113,6 +133,7 @@ class Block:
             fields.text("weight_version"),
             fields.integer("row_bytes", 1, MAX_ROW_BYTES),
             rows,
+            parsed_shard(fields),
         )
 
 
@@ -133,9 +154,10 @@ class Rows:
         rows: NDArray[np.int64],
         payload: NDArray[np.uint8],
         weight_version: str,
+        shard: int = 0,
     ) -> Self:
         """Build a message; rows int64 [n], payload uint8 [n, R]."""
-        return cls(Block(engine_id, part, weight_version, payload.shape[1], rows), payload)
+        return cls(Block(engine_id, part, weight_version, payload.shape[1], rows, shard), payload)
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -176,6 +198,7 @@ class Trajectory:
     tokens: NDArray[np.int32]
     rows: NDArray[np.int64]
     state: TrajectoryState
+    shard: int = 0
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -184,6 +207,7 @@ class Trajectory:
             "trajectory": self.trajectory,
             "start": self.start,
             "state": self.state.value,
+            "shard": self.shard,
         }
 
     def frames(self) -> list[Buffer]:
@@ -206,6 +230,7 @@ class Trajectory:
             tokens,
             rows,
             parsed_state(fields),
+            parsed_shard(fields),
         )
 
 
@@ -218,6 +243,7 @@ class Dropped(HeaderOnly):
     engine_id: str
     forward_rows: int
     kv_rows: int
+    shard: int = 0
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -232,6 +258,7 @@ class Dropped(HeaderOnly):
             fields.name("engine_id"),
             fields.integer("forward_rows", 0, MAX_COUNT),
             fields.integer("kv_rows", 0, MAX_COUNT),
+            parsed_shard(fields),
         )
 
 
@@ -244,6 +271,7 @@ class WeightDigests(HeaderOnly):
     engine_id: str
     weight_version: str
     digests: Mapping[str, str]
+    shard: int = 0
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -251,6 +279,7 @@ class WeightDigests(HeaderOnly):
             "engine_id": self.engine_id,
             "weight_version": self.weight_version,
             "digests": dict(self.digests),
+            "shard": self.shard,
         }
 
     @classmethod
@@ -259,7 +288,10 @@ class WeightDigests(HeaderOnly):
         frames_of(envelope, 0)
         fields = Fields(envelope.body)
         return cls(
-            fields.name("engine_id"), fields.text("weight_version"), fields.texts_by_key("digests")
+            fields.name("engine_id"),
+            fields.text("weight_version"),
+            fields.texts_by_key("digests"),
+            parsed_shard(fields),
         )
 
 
@@ -301,6 +333,32 @@ def parsed_kv_scales(fields: Fields) -> dict[int, tuple[float, float]]:
             raise CorruptMessage("kv_scales has a layer out of range or a scale that is not finite")
         scales[item[0]] = (item[1], item[2])
     return scales
+
+
+def parsed_shard(fields: Fields) -> int:
+    """Return the number of the sender's shard."""
+    return fields.integer("shard", 0, MAX_SHARDS - 1)
+
+
+def parsed_shards(fields: Fields, layout: RecordLayout) -> tuple[Shard, ...]:
+    """Return what the ranks of an engine send; raise SchemaMismatch if that makes no whole rows."""
+    items = fields.items("shards", MAX_SHARDS)
+    try:
+        # Before any shard's fields are listed in memory.
+        check_range("fields of all shards", len(items) * _field_count(layout), 1, MAX_SHARD_FIELDS)
+        shards = tuple(Shard.from_dict(layout, item) for item in items)
+        check_shards(layout, shards)
+    except (LayoutError, KeyError, TypeError, ValueError) as error:
+        raise SchemaMismatch(
+            f"the shards of the engine's ranks are not valid ({error}); "
+            "run the same release of sglang-trace on both sides"
+        ) from error
+    return shards
+
+
+def _field_count(layout: RecordLayout) -> int:
+    # One at least: a shard without any is an object too.
+    return 1 + sum(len(layout.fields(part)) for part in Part)
 
 
 def parsed_part(fields: Fields) -> Part:

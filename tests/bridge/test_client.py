@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from bridge.client import TokenMismatch, TraceClient
 from bridge.connection import Connection
+from bridge.daemon.fetching import Fetching
 from bridge.errors import BridgeUnreachable, UnknownTrajectory
 from bridge.layout import LayoutError, Part, RecordLayout, Site
 from bridge.paging import Paging
@@ -354,3 +355,55 @@ def test_a_client_goes_on_after_a_timeout(client: TraceClient) -> None:
     with pytest.raises(BridgeUnreachable):
         client.fetch("t", timeout_s=1e-9)
     client.ping()
+
+
+@pytest.mark.usefixtures("recorded")
+def test_ranges_come_in_their_order_and_only_they_travel(
+    client: TraceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    head = Fetching._head
+
+    def counting(*arguments: Any) -> FetchReply:
+        reply = head(*arguments)
+        sent.append(len(reply.tokens))
+        return reply
+
+    monkeypatch.setattr(Fetching, "_head", counting)
+    whole = client.fetch("t")
+    sent.clear()
+    # The chunks of the second of two context-parallel ranks.
+    first, second = client.fetch_ranges("t", [(2, 5), (5, 7)], sites=(Site.FC1,))
+    assert sum(sent) == 5
+    assert (first.start, len(first), second.start, len(second)) == (2, 3, 5, 2)
+    fc1 = whole.layout.columns(Site.FC1, 2).start
+    assert first.tokens.tolist() + second.tokens.tolist() == [102, 103, 104, 105, 106]
+    np.testing.assert_array_equal(
+        np.concatenate([first.forward, second.forward]),
+        whole.forward[2:7, fc1 : fc1 + first.forward.shape[1]],
+    )
+
+
+def test_ranges_are_of_one_revision_of_the_trajectory(
+    producer: RecordProducer,
+    client: TraceClient,
+    make_rows: Callable[..., NDArray[np.uint8]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    producer.send_rows(Part.FORWARD, range(4), make_rows(Part.FORWARD, range(4)), "v1")
+    producer.send_trajectory("t", 0, range(4), range(4), "open")
+    producer.flush()
+    read, told = client._read, []
+
+    def between(fetches: list[Fetch], *arguments: Any) -> Iterator[Any]:
+        for records in read(fetches, *arguments):
+            yield records
+            if not told:
+                told.append(True)
+                producer.send_trajectory("t", 0, [7, 8, 9, 10], range(4), "finished")
+                producer.flush()
+
+    monkeypatch.setattr(client, "_read", between)
+    monkeypatch.setattr("bridge.paging._TRAJECTORIES_AHEAD", 1)
+    ranges = client.fetch_ranges("t", [(0, 2), (2, 4)])
+    assert [records.tokens.tolist() for records in ranges] == [[7, 8], [9, 10]]

@@ -95,7 +95,13 @@ def test_rows_come_in_order_and_missing_ones_take_no_bytes(store: Store) -> None
         # An index names no row beyond its block's end, as no message has more rows than bytes.
         within = [(b, first, min(n, _ROWS - first)) for b, first, n in stretches]
         places = _places(within)
-        _check(gather, columns, places, *_expected(blocks, places, columns))
+        valid, rows = _expected(blocks, places, columns)
+        _check(gather, columns, places, valid, rows)
+        together, which = gather.rows(_WIDTH, columns, places)
+        if columns:
+            assert which.tolist() == valid
+        assert [row.tobytes() for row in together[which]] == (rows if columns else [])
+        assert not together[~which].any()
 
     holds()
     assert gather.corrupt_rows == 0

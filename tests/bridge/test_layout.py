@@ -16,9 +16,11 @@ from bridge.layout import (
     Part,
     RecordLayout,
     Site,
+    TensorSlice,
     deeper_half,
     parse_layers,
 )
+from bridge.layout.selection import selection
 
 FC1, FC2, K, V, ROUTES = Site
 FORWARD, KV = Part
@@ -235,7 +237,7 @@ class TestNarrowing:
     ) -> None:
         narrowed = ALL_SITES.narrow(layers, sites)
         row = torch.arange(ALL_SITES.row_bytes(part)).to(torch.int64)
-        selected = [row[columns] for columns in ALL_SITES.selection(part, narrowed)]
+        selected = [row[columns] for columns in selection(ALL_SITES, narrowed, part)]
         picked = torch.cat([*selected, row[:0]])
         assert len(picked) == narrowed.row_bytes(part)
         for field in narrowed.fields(part):
@@ -250,7 +252,19 @@ class TestNarrowing:
 
     def test_neighbouring_columns_are_selected_in_one_slice(self) -> None:
         everything = slice(0, ALL_SITES.row_bytes(FORWARD))
-        assert ALL_SITES.selection(FORWARD, ALL_SITES) == (everything,)
+        assert selection(ALL_SITES, ALL_SITES, FORWARD) == (everything,)
+
+    def test_a_slice_of_low_scales_has_whole_bytes_of_them(self) -> None:
+        """A byte has the scales of 64 values, here of four heads."""
+        shape = replace(SMALL, num_kv_heads=9, moe_intermediate_size=96)
+        low = RecordLayout(shape, (1, 3), tuple(Site), scale_bits=2)
+        kept = low.narrow(tensor_slice=TensorSlice(fc2=(64, 96), heads=(4, 9)))
+        assert kept.values(K) == range(64, 144)
+        for fc2, heads in (((0, 32), None), ((32, 96), None), (None, (2, 4)), (None, (0, 2))):
+            with pytest.raises(LayoutError, match="--trace-scale-bits 8"):
+                low.narrow(tensor_slice=TensorSlice(fc2, heads))
+            # What is not recorded is not divided.
+            low.narrow(sites=(FC1, ROUTES), tensor_slice=TensorSlice(fc2, heads))
 
     @pytest.mark.parametrize(("layers", "sites"), [((0,), None), (None, (FC1,))])
     def test_asking_for_what_is_not_held_is_refused(

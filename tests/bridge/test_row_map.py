@@ -30,6 +30,28 @@ def test_a_row_is_found_where_it_was_put_last(blocks: list[list[int]]) -> None:
     assert row_map.rows == len(expected)
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 40), min_size=1, max_size=9))),
+    st.sets(st.integers(0, 9)),
+)
+def test_a_row_of_several_senders_is_complete_once_all_have_sent_it(
+    sent: list[tuple[int, list[int]]], dropped: set[int]
+) -> None:
+    row_map, expected = RowMap(3), np.full((50, 3), -1)
+    for block, (sender, rows) in enumerate(sent):
+        row_map.put(np.array(rows), block, sender)
+        expected[rows, sender] = block
+    row_map.drop(np.array(sorted(dropped), dtype=np.int64))
+    expected[np.isin(expected, sorted(dropped))] = -1
+    asked, complete = np.arange(50), (expected >= 0).all(axis=1)
+    np.testing.assert_array_equal(row_map.find_each(asked)["block"], expected)
+    np.testing.assert_array_equal(
+        row_map.find(asked)["block"], np.where(complete, expected[:, 0], -1)
+    )
+    assert row_map.rows == complete.sum()
+    assert row_map.partial_rows == (expected >= 0).any(axis=1).sum() - complete.sum()
+
+
 def test_a_million_rows_cost_8_bytes_each_and_a_huge_row_number_one_page() -> None:
     row_map = RowMap()
     tracemalloc.start()
@@ -68,7 +90,7 @@ def test_rows_of_dropped_blocks_are_gone_and_the_others_stay(
 def test_a_block_table_is_a_window_that_moves_on(kept_every: list[int]) -> None:
     table, held = BlockTable(), {}
     for number, drop in enumerate(kept_every):
-        table.put(number * 40, engine=number, part=0, version=number % 7, step=number)
+        table.put(number * 40, engine=number, part=0, version=number % 7, step=number, row_bytes=9)
         held[number * 40] = number % 7
         if drop and held:
             oldest = list(held)[:drop]

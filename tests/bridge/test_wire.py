@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.errors import CorruptMessage, SchemaMismatch
-from bridge.layout import ModelShape, Part, RecordLayout, Site
+from bridge.layout import ModelShape, Part, RecordLayout, Site, TensorSlice
+from bridge.layout.rank_shards import rank_shards
 from bridge.wire import (
     MESSAGES,
     SCHEMA_VERSION,
@@ -48,6 +49,7 @@ from bridge.wire.envelope import MAX_FRAMES, MAX_HEADER_BYTES, seal
 
 _SHAPE = ModelShape(4, 64, 32, 8, 2, 2, 32, (0, 1, 2, 3), (1, 3))
 _LAYOUT = RecordLayout(_SHAPE, (2, 3), (Site.FC1, Site.K, Site.V, Site.ROUTES), bits=1)
+_WITH_FC2 = RecordLayout(_SHAPE, (2, 3), tuple(Site), bits=2)
 _FORWARD = np.arange(3 * _LAYOUT.row_bytes(Part.FORWARD), dtype=np.uint8).reshape(3, -1)
 _KV = np.arange(2 * _LAYOUT.row_bytes(Part.KV), dtype=np.uint8).reshape(2, -1)
 _ROWS = Rows.of("e", Part.FORWARD, np.array([5, 6, 9]), _FORWARD, "v1")
@@ -60,6 +62,7 @@ EXAMPLES: list[Message] = [
     Error("StoreFull", "the store is full; free it"),
     Fetch("t", 3, 9, (2,), ("fc1",)),
     Fetch("t"),
+    Fetch("t", tensor_slice=TensorSlice((16, 32), (0, 1))),
     FetchReply(
         "t",
         TrajectoryState.OPEN,
@@ -73,19 +76,23 @@ EXAMPLES: list[Message] = [
         tokens=np.array([1, 2, -1], dtype=np.int32),
         versions=np.array([0, 1, -1], dtype=np.int32),
         engines=np.array([0, 0, -1], dtype=np.int32),
+        rows=np.array([5, 1 << 48, -1]),
     ),
     PageRows(Part.KV, 1, np.array([True, False, True]), _KV),
     Hello("e", _LAYOUT, {1: (1.0, 2.0)}, {"path": "a model"}),
+    Hello("e", _LAYOUT, shards=rank_shards(_LAYOUT, 2), shard=1),
+    Hello("e", _WITH_FC2, shards=rank_shards(_WITH_FC2, 4, ep=2), shard=3),
     List(5, "t"),
-    ListReply((TrajectorySummary("t", "open", 5, 4, 1, 0, ("v1",), 99),), 7),
+    ListReply((TrajectorySummary("t", "open", 5, 4, 5, 1, 0, ("v1",), 99),), 7),
     Ping(),
     Pong(),
     _ROWS,
     _ROWS.block,
+    Rows.of("e", Part.FORWARD, np.array([5, 6, 9]), _FORWARD, "v1", shard=2).block,
     Observe(),
     ObserveReply(b'{"status": 1}'),
     Stats(),
-    StatsReply("disk", *range(21)),
+    StatsReply("disk", *range(22)),
     Step(3),
     Pin(("t",), 60),
     Gc(Policy(keep=2, expire_s=0)),

@@ -40,6 +40,7 @@ from tests.bridge.test_wire import EXAMPLES
 
 _HUGE = 1 << 60
 _REFUSED = (CorruptMessage, SchemaMismatch)
+_WHOLE = next(message for message in EXAMPLES if message.KIND == "hello").shards[0].to_dict()
 
 
 def _example(kind: str) -> Message:
@@ -107,12 +108,26 @@ def _headed(header: bytes) -> list[bytes]:
         ("hello", {"layout__shape__num_kv_heads": _HUGE}),
         ("hello", {"layout__shape__head_dim": _HUGE}),
         ("hello", {"layout__shape__moe_layers": [0] * (1 << 13)}),
+        ("hello", {"layout__tensor_slice": {"fc2": [0, _HUGE]}}),
+        ("hello", {"shards": [_WHOLE] * 65}),
+        ("hello", {"shards": []}),
+        ("hello", {"shard": 1}),
+        ("block", {"shard": 64}),
+        ("trajectory", {"shard": _HUGE}),
+        ("fetch", {"tensor_slice": {"heads": [0] * 100}}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
 def test_a_size_beyond_its_limit_is_refused(kind: str, fields: dict[str, Any]) -> None:
     with pytest.raises(_REFUSED):
         decode(_with(kind, **fields))
+
+
+def test_the_fields_of_very_many_shards_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.wire.ingest.MAX_SHARD_FIELDS", 100)
+    monkeypatch.setattr("bridge.layout.Shard.from_dict", lambda *_: pytest.fail("one was made"))
+    with pytest.raises(SchemaMismatch, match="fields of all shards"):
+        decode(_with("hello", shards=[_WHOLE] * 20))
 
 
 def test_a_message_of_too_many_or_too_large_frames_is_refused_before_its_header_is_read(

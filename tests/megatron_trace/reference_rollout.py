@@ -213,6 +213,8 @@ def make_records(
         weight_version_index=index,
         engine_ids=("engine",),
         engine_index=index.clone(),
+        rows=torch.where(valid, torch.arange(len(tokens)), -1),
+        revision=1,
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from bridge.client import TokenMismatch
 from bridge.errors import TraceError, WeightVersionMismatch
 from bridge.layout import RecordLayout, Site
+from bridge.layout.tensor_slice import ALL_VALUES
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -100,19 +101,26 @@ def test_a_missing_row_is_refused_unless_allowed(lib: Any, sequences: Any, recor
         lib.packed([None, records[1]], sequences)
 
 
-def test_only_what_guides_is_fetched_and_unknown_names_only_if_gaps_are_allowed() -> None:
+def test_only_what_guides_is_fetched_and_unknown_names_only_if_gaps_are_allowed(
+    records: Any,
+) -> None:
     from megatron_trace import Guidance, fetch_records
 
     asked: list[dict[str, Any]] = []
-    client: Any = SimpleNamespace(fetch_all=lambda names, **choice: asked.append(choice) or names)
-    assert fetch_records(client, ["a", "b"], Guidance(layers=(2, 3), sites=(Site.FC2,))) == [
-        "a",
-        "b",
-    ]
-    fetch_records(client, ["a"], Guidance(compare=True, on_missing="round_to_nearest"))
+    held = dict(zip("ab", records, strict=True))
+
+    def fetch_all(names: list[str], **choice: Any) -> list[Any]:
+        asked.append(choice)
+        return [held[name] for name in names]
+
+    client: Any = SimpleNamespace(fetch_all=fetch_all)
+    found = fetch_records(client, "ab", Guidance(layers=(2, 3), sites=(Site.FC2,)))
+    assert all(ours is theirs for ours, theirs in zip(found, records, strict=True))
+    fetch_records(client, "a", Guidance(compare=True, on_missing="round_to_nearest"))
+    whole = {"tensor_slice": ALL_VALUES}
     assert asked == [
-        {"layers": (2, 3), "sites": (Site.FC2, Site.ROUTES), "allow_unknown": False},
-        {"layers": None, "sites": None, "allow_unknown": True},
+        {"layers": (2, 3), "sites": (Site.FC2, Site.ROUTES), "allow_unknown": False} | whole,
+        {"layers": None, "sites": None, "allow_unknown": True} | whole,
     ]
 
 

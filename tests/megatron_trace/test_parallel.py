@@ -16,6 +16,7 @@ LAYOUTS = (
     "expert",
     "expert, allgather",
     "tensor",
+    "tensor, fetched",
     "tensor, allgather",
     "tensor and expert",
     "pipeline",

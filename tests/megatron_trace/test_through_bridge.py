@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from reference_rollout import Weights
+from reference_rollout import SHAPE, Weights
 from torch import Tensor
 
 from bridge import embedded
 from bridge.client import TraceClient
 from bridge.errors import UnknownTrajectory, WeightVersionMismatch
-from bridge.layout import Part, Site
+from bridge.formats import FULL_SCALE_BITS
+from bridge.layout import LayoutError, Part, Site, TensorSlice
 from bridge.producer import RecordProducer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -113,3 +116,70 @@ def test_an_unknown_trajectory_and_another_weight_version_are_refused_or_counted
     lib.packed_logits(build_fp4(), sequences, micro_batch)
     count = micro_batch.report().total([Site.K])
     assert count.missing == count.guided * len(sequences[1]) / (len(sequences[0]) - 1)
+
+
+def test_records_of_another_tensor_parallel_rank_guide_nothing(
+    lib: Any,
+    client: TraceClient,
+    build_fp4: Callable[..., Any],
+    direct: list[Any],
+    sequences: list[Tensor],
+) -> None:
+    from megatron_trace.guidance import GuidanceError
+    from megatron_trace.rounding import RecordsOfOtherRank
+
+    half = SHAPE.num_kv_heads // 2
+    if direct[0].layout.scale_bits != FULL_SCALE_BITS:
+        with pytest.raises(LayoutError, match="0 to 32 of 64 at k divide a byte of 2-bit"):
+            client.fetch("t0", tensor_slice=TensorSlice(heads=(0, half)))
+        return
+    heads = list(client.fetch_all(["t0", "t1"], tensor_slice=TensorSlice(heads=(0, half))))
+    with pytest.raises(RecordsOfOtherRank, match="fetch them on every rank"):
+        lib.packed_logits(build_fp4(), sequences, lib.packed(heads, sequences, version="4"))
+    width = list(client.fetch_all(["t0", "t1"], tensor_slice=TensorSlice(fc2=(0, 16))))
+    with pytest.raises(GuidanceError, match="fetch fc2 whole"):
+        lib.packed(width, sequences, version="4")
+
+
+def test_one_rank_fetches_all_heads_of_its_model(
+    client: TraceClient, build_fp4: Callable[..., Any], direct: list[Any]
+) -> None:
+    from megatron_trace import fetch_records
+
+    fetched = fetch_records(client, ["t0"], model=build_fp4())
+    assert torch.equal(fetched[0].kv[:-1], direct[0].kv[:-1])
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_rows_on_their_way_are_waited_for_and_lost_ones_are_an_error(
+    lib: Any,
+    client: TraceClient,
+    direct: list[Any],
+    sequences: list[Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    arrives: bool,
+) -> None:
+    from megatron_trace import fetch_records
+    from megatron_trace.microbatch import MissingRecords
+
+    monkeypatch.setattr("megatron_trace.fetch.PATIENCE_S", 20.0 if arrives else 0.3)
+    record, tokens, name = direct[0], sequences[0], f"late-{arrives}"
+    rows = torch.arange(len(tokens) - 1)
+    with RecordProducer(client.endpoint) as producer, ThreadPoolExecutor(1) as trainer:
+        producer.hello(name, record.layout, KV_SCALES)
+        producer.send_rows(Part.FORWARD, rows, record.forward[:-1], "4")
+        producer.send_rows(Part.KV, rows[:-1], record.kv[:-2], "4")
+        told = torch.cat((rows, torch.tensor([-1])))
+        producer.send_trajectory(name, 0, tokens, told, "finished")
+        producer.flush()
+        fetched = trainer.submit(fetch_records, client, [name])
+        time.sleep(0.2)
+        if arrives:
+            producer.send_rows(Part.KV, rows[-1:], record.kv[-2:-1], "4")
+            producer.flush()
+        found = fetched.result()
+    if arrives:
+        lib.packed(found, [tokens], version="4")
+    else:
+        with pytest.raises(MissingRecords, match="1 of"):
+            lib.packed(found, [tokens], version="4")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import sglang.srt.layers.quantization  # noqa: F401 - SGLang's own order of impo
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from bridge.homes import home_of, row_number
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from bridge.wire import TrajectoryState
 from sglang_trace.capture import Capture, ForwardNotUnderstood, batched, spans_of
@@ -176,3 +178,22 @@ def test_requests_that_are_no_trajectory_are_not_told(
 
 def test_long_lists_of_names_are_sent_in_pieces() -> None:
     assert list(batched("abcde", 2)) == [("a", "b"), ("c", "d"), ("e",)]
+
+
+def test_rows_are_numbered_with_the_bridge_of_the_trajectory_that_they_are_computed_for(
+    outbox: Outbox,
+) -> None:
+    first, second = (
+        next(f"t{n}" for n in count() if home_of(f"t{n}", 2) == home) for home in (0, 1)
+    )
+    staging = Staging(LAYOUT, 16, "cpu")
+    capture = Capture(torch.nn.Module(), LAYOUT, None, Ledger(32), staging, outbox, bridges=2)  # type: ignore[arg-type]
+    capture.weights_changed("v0")
+    capture.forward(extend([3, 4], (first, 0, 2)))
+    # Another trajectory finds the first token in the prefix cache, and computes the second.
+    capture.forward(extend([5], (second, 1, 1)))
+    capture.finish(request(second, [7, 9], [1]), torch.tensor([3, 5]))
+    (told,) = outbox.trajectories()
+    assert told.rows_T.tolist() == [row_number(0, 0), row_number(2, 1), -1]
+    shipped = [event.rows_n for event in outbox.events if isinstance(event, RowsEvent)]
+    assert torch.cat(shipped).tolist() == [0, 1, row_number(2, 1)]

@@ -101,6 +101,13 @@ def test_a_tokens_records_do_not_depend_on_the_other_tokens(layer: dict[str, tor
         assert torch.equal(together.seen[site].codes_u8[3:4], alone.seen[site].codes_u8)
 
 
+def test_a_rows_scale_is_the_largest_of_its_parts() -> None:
+    """What ranks that hold parts of a row agree on with one reduction."""
+    rows = torch.randn(200, WIDTH) * 10.0 ** torch.randint(-30, 5, (200, 1))
+    parts = torch.stack([token_scale(part) for part in rows.split(WIDTH // 2, dim=1)])
+    assert torch.equal(parts.amax(0), token_scale(rows))
+
+
 def test_every_row_is_served_by_exactly_its_expert() -> None:
     ids = torch.tensor([[3, 0], [0, 1], [3, 1]])
     served = {expert: rows.tolist() for expert, rows in rows_by_expert(ids, EXPERTS)}

@@ -19,6 +19,7 @@ from bridge.digest import digest
 from bridge.fp4 import quantize_weight
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from bridge.producer import RecordProducer
+from bridge.producers import RecordProducers
 from sglang_trace import experts as reference
 from sglang_trace.capture import Capture, changed_digests
 from sglang_trace.ledger import Ledger
@@ -230,7 +231,7 @@ def test_decode_graphs_record_each_row_once_without_a_wait_and_no_padding() -> N
     slots_on_gpu = [each.cuda() for each in slots]
     bridge = embedded.start()
     shipper = Shipper(
-        lambda: RecordProducer(bridge.endpoint),
+        lambda: RecordProducers([RecordProducer(bridge.endpoint)]),
         lambda producer: producer.hello("engine", layout),
         layout,
     )

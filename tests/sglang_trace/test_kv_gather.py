@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from bridge import embedded
 from bridge.client import TraceClient
 from bridge.errors import NonFiniteActivation
+from bridge.homes import home_of, parse_endpoints
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from bridge.producer import Overflow, RecordProducer
+from bridge.producers import RecordProducers
 from bridge.records import TrajectoryRecords
 from sglang_trace.capture import Capture, kv_source
 from sglang_trace.kv_gather import KVGather
@@ -53,16 +55,18 @@ def pool() -> Any:
 
 def shipper_to(endpoint: str, overflow: Overflow = Overflow.BLOCK) -> Shipper:
     return Shipper(
-        lambda: RecordProducer(endpoint, overflow=overflow),
+        lambda: RecordProducers(
+            RecordProducer(each, overflow=overflow) for each in parse_endpoints(endpoint)
+        ),
         lambda producer: producer.hello("engine", LAYOUT),
         LAYOUT,
         overflow,
     )
 
 
-def capture_with(source: KVReader | KVGather, shipper: Shipper) -> Capture:
+def capture_with(source: KVReader | KVGather, shipper: Shipper, bridges: int = 1) -> Capture:
     staging, ledger = Staging(LAYOUT, 16, DEVICE), Ledger(SLOTS + 1, DEVICE)
-    begun = Capture(nn.Module(), LAYOUT, source, ledger, staging, shipper)
+    begun = Capture(nn.Module(), LAYOUT, source, ledger, staging, shipper, bridges)
     begun.weights_changed("v0")
     return begun
 
@@ -72,15 +76,15 @@ def on_device(batch: Any) -> Any:
     return batch
 
 
-def run_to_the_end(capture: Capture, shipper: Shipper) -> None:
+def run_to_the_end(capture: Capture, shipper: Shipper, first: str = "a", second: str = "b") -> None:
     """Two requests that share a prefix; weights change while the second one runs."""
     shared = [7, 3, 9, 12]
-    capture.forward(on_device(extend(shared, ("a", 0, 4))))
-    capture.forward(on_device(extend([5, 6], ("b", 4, 2))))
-    capture.finish(request("a", [1, 2, 3, 4], [5]), table(shared))
+    capture.forward(on_device(extend(shared, (first, 0, 4))))
+    capture.forward(on_device(extend([5, 6], (second, 4, 2))))
+    capture.finish(request(first, [1, 2, 3, 4], [5]), table(shared))
     capture.weights_changed("v1")
-    capture.forward(on_device(decode([20], ["b"], [7])))
-    capture.finish(request("b", [1, 2, 3, 4, 6, 7], [8, 9]), table([*shared, 5, 6, 20]))
+    capture.forward(on_device(decode([20], [second], [7])))
+    capture.finish(request(second, [1, 2, 3, 4, 6, 7], [8, 9]), table([*shared, 5, 6, 20]))
     capture.close()
     shipper.check()
 
@@ -115,6 +119,30 @@ def test_gathered_records_are_those_that_a_cpu_reads(
         *["v0"] * 6,
         "v1",
     ]
+
+
+def test_gathered_rows_go_to_the_bridges_that_their_numbers_name(bridge: str, pool: Any) -> None:
+    """The first bridge is the home of "d" and of the prefix, the second one of "a"."""
+    assert [home_of(name, 2) for name in ("d", "a")] == [0, 1]
+    second = embedded.start()
+    both = f"{bridge},{second.endpoint}"
+    shipper = shipper_to(both)
+    run_to_the_end(capture_with(KVGather(LAYOUT, pool), shipper, bridges=2), shipper, "d", "a")
+    reader = KVReader(LAYOUT, pool)
+    with TraceClient(both) as client:
+        for name, slots in (("d", [7, 3, 9, 12]), ("a", [7, 3, 9, 12, 5, 6, 20])):
+            records = client.fetch(name)
+            pieces = reader.gather(torch.tensor(slots, device=DEVICE))
+            expected = reader.encode([on_cpu(each) for each in pieces])
+            assert torch.equal(records.kv[:-1], expected)
+        versions = [records.weight_versions[at] for at in records.weight_version_index[:-1]]
+        assert versions == [*["v0"] * 6, "v1"]
+    held = []
+    for endpoint in (bridge, second.endpoint):
+        with TraceClient(endpoint) as client:
+            held.append(client.stats().kv_rows)
+    assert held == [4, 3]
+    second.stop()
 
 
 def on_cpu(piece: Any) -> Any:

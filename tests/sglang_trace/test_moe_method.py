@@ -13,7 +13,7 @@ from torch import nn
 from bridge.digest import digest
 from bridge.fp4 import quantize_weight
 from bridge.layout import ModelShape, RecordLayout, Site
-from sglang_trace.expert_weights import ExpertsNotLoaded
+from sglang_trace.expert_weights import Experts, ExpertsNotLoaded, WidthPart
 from sglang_trace.moe_method import TraceNvfp4MoEMethod, UnsupportedExperts
 from sglang_trace.staging import Staging
 
@@ -103,8 +103,35 @@ def test_a_matrix_that_the_checkpoint_lacks_is_missed(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("expert", "rows"), [(EXPERTS, WIDTH), (0, WIDTH // 2)])
 def test_a_matrix_split_over_ranks_is_refused(layer: Any, expert: int, rows: int) -> None:
-    with pytest.raises(ExpertsNotLoaded, match="--tp-size 1"):
+    with pytest.raises(ExpertsNotLoaded, match="without --ep-size"):
         load(layer, expert, "up", torch.ones(rows, HIDDEN))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tensor_parallel_ranks_hold_parts_of_the_matrix_that_was_quantized_whole(
+    size: int, matrices: dict[tuple[int, str], torch.Tensor]
+) -> None:
+    wide = {
+        (expert, name): matrix.repeat(*((1, 2) if name == "down" else (2, 1)))
+        for (expert, name), matrix in matrices.items()
+    }
+    ranks = [
+        Experts(nn.Module(), EXPERTS, HIDDEN, 2 * WIDTH // size, torch.bfloat16, WidthPart(r, size))
+        for r in range(size)
+    ]
+    for (expert, name), matrix in wide.items():
+        whole = quantize_weight(matrix)
+        for rank in ranks:
+            rank.load(expert, name, matrix)
+            assert rank.digest(expert, name) == digest(whole)
+        parts = [rank.matrix(expert, name) for rank in ranks]
+        along = 1 if name == "down" else 0
+        assert torch.equal(torch.cat([part.codes_u8 for part in parts], along), whole.codes_u8)
+        assert torch.equal(torch.cat([part.scales_u8 for part in parts], along), whole.scales_u8)
+        assert all(torch.equal(part.global_scale, whole.global_scale) for part in parts)
+        stacked = [rank._hat(name, expert) for rank in ranks]
+        assert torch.equal(torch.cat(stacked, along), whole.dequantize())
+    assert all(rank.take_changed() == sorted(wide) for rank in ranks)
 
 
 def test_dummy_weights_are_all_there_and_finite(monkeypatch: pytest.MonkeyPatch) -> None:

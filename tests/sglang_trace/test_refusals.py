@@ -21,6 +21,8 @@ GOOD: dict[str, Any] = {
     "pp_size": 1,
     "attn_cp_size": 1,
     "dcp_size": 1,
+    "moe_dp_size": 1,
+    "enable_attn_tp_input_scattered": False,
     "speculative_algorithm": None,
     "enable_hierarchical_cache": False,
     "enable_lmcache": False,
@@ -56,7 +58,14 @@ BAD: dict[str, dict[str, Any]] = {
     "--device other than cpu and cuda": {"device": "xpu"},
     "--device cuda with another sglang": {"device": "cuda", "attention_backend": "trace_fp4"},
     "--moe-runner-backend": {"moe_runner_backend": "flashinfer_trtllm"},
-    "--tp-size": {"tp_size": 2},
+    "--tp-size above 1 with --device cuda": {
+        "tp_size": 2,
+        "device": "cuda",
+        "kv_cache_dtype": "auto",
+    },
+    "--tp-size above 1 with another sglang": {"tp_size": 2},
+    "--moe-dp-size": {"moe_dp_size": 2},
+    "--enable-attn-tp-input-scattered": {"enable_attn_tp_input_scattered": True},
     "--ep-size": {"ep_size": 2},
     "--dp-size": {"dp_size": 2},
     "--pp-size": {"pp_size": 2},
@@ -162,8 +171,8 @@ def test_an_option_that_a_release_does_not_have_is_not_on() -> None:
 
 
 def test_all_reasons_are_told_at_once() -> None:
-    with pytest.raises(NotCaptured, match=r"--tp-size.*--enable-lmcache"):
-        check({"tp_size": 4, "enable_lmcache": True})
+    with pytest.raises(NotCaptured, match=r"--ep-size.*--enable-lmcache"):
+        check({"ep_size": 4, "enable_lmcache": True})
 
 
 def test_sites_ask_for_what_they_are_recorded_from() -> None:

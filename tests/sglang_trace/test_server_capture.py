@@ -65,6 +65,15 @@ def fetch(client: TraceClient, trajectory: str, state: str, length: int = 0) -> 
         time.sleep(0.05)
 
 
+def fetch_whole(client: TraceClient, trajectory: str) -> TrajectoryRecords:
+    """Wait until the trajectory has finished and all ranks' shares of its rows have arrived."""
+    end = time.monotonic() + 20
+    while not complete(records := fetch(client, trajectory, "finished")):
+        assert time.monotonic() < end, f"{trajectory} is not complete"
+        time.sleep(0.05)
+    return records
+
+
 def agreement(
     records: TrajectoryRecords, reference: ReferenceModel, tokens: list[int] | None = None
 ) -> float:

@@ -14,6 +14,7 @@ from bridge.errors import BridgeUnreachable, NonFiniteActivation
 from bridge.fp4 import quantize_nvfp4, token_scale
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from bridge.producer import Overflow, RecordProducer
+from bridge.producers import RecordProducers
 from bridge.wire import TrajectoryState
 from sglang_trace.events import DigestsEvent, RowsEvent, TrajectoryEvent
 from sglang_trace.shipper import Shipper, ShipperFailed
@@ -32,7 +33,7 @@ def bridge() -> Iterator[str]:
 
 def shipper_to(endpoint: str, overflow: Overflow = Overflow.BLOCK, **options: float) -> Shipper:
     return Shipper(
-        lambda: RecordProducer(endpoint, overflow=overflow, **options),
+        lambda: RecordProducers([RecordProducer(endpoint, overflow=overflow, **options)]),
         lambda producer: producer.hello("engine", LAYOUT),
         LAYOUT,
         overflow,

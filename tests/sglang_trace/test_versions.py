@@ -1,5 +1,6 @@
 import torch
 
+from bridge.homes import row_number
 from sglang_trace.versions import WeightVersions
 
 
@@ -16,6 +17,14 @@ def test_a_row_belongs_to_the_weights_in_use_when_it_was_numbered() -> None:
     versions.enter("v1", 10)
     assert labels_of(versions, [0, 9, 10, 25]) == {0: "v0", 9: "v0", 10: "v1", 25: "v1"}
     assert versions.current == "v1"
+
+
+def test_a_row_belongs_to_its_weights_whatever_bridge_it_goes_to() -> None:
+    versions = WeightVersions()
+    versions.enter("v0", 0)
+    versions.enter("v1", 10)
+    rows = [row_number(count, home) for count in (9, 10) for home in (0, 3)]
+    assert list(labels_of(versions, rows).values()) == ["v0", "v0", "v1", "v1"]
 
 
 def test_an_update_without_a_new_name_gets_a_label_of_its_own() -> None:

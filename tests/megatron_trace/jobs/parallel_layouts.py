@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,25 @@ from micro_batches import FULL_LAYOUT, pad, random_sequences
 from reference_rollout import HF_CONFIG, SHAPE, make_records, random_weights
 from torch import Tensor
 
+from bridge import embedded
+from bridge.client import TraceClient
 from bridge.fp4 import encode_e4m3
 from bridge.layout import Part, RecordLayout, Site
-from megatron_trace import Guidance, GuidedMicroBatch, TraceTrainerConfig, enable_fp4, guide
+from bridge.producer import RecordProducer
+from megatron_trace import (
+    Guidance,
+    GuidedMicroBatch,
+    TraceTrainerConfig,
+    enable_fp4,
+    fetch_records,
+    guide,
+)
 from megatron_trace.hf import build_model, load_hf, transformer_config
 from megatron_trace.hf.local_part import LocalPart
 from megatron_trace.hf.mapping import split, unshard
 from megatron_trace.report import Report
+
+Batches = Iterable[tuple[list[Tensor], Any]]
 
 LENGTHS = (7, 12, 9, 12, 12, 5, 10, 12)
 PER_MICRO_BATCH = 2
@@ -48,6 +60,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "expert": EXPERT,
     "expert, allgather": EXPERT | ALLGATHER,
     "tensor": TENSOR,
+    "tensor, fetched": TENSOR,
     "tensor, allgather": TENSOR | ALLGATHER,
     "tensor and expert": TENSOR | EXPERT | {"expert_tensor_parallel_size": 1},
     "pipeline": PIPELINE | FULL_RECOMPUTE,
@@ -120,7 +133,30 @@ def guided_batch(sequences: list[Tensor], records: Any) -> tuple[Any, Any, Tenso
     return sequences, micro_batch, tokens
 
 
-def train_step(models: list[Any], count: int, scale_bits: int) -> tuple[float, Report]:
+def fetched(batches: Batches, models: list[Any]) -> Batches:
+    """The same batches with the records as a bridge sends them to this rank."""
+    bridge = embedded.start()
+    with RecordProducer(bridge.endpoint) as producer, TraceClient(bridge.endpoint) as client:
+        producer.hello("engine", FULL_LAYOUT)
+        first = 0
+        for sequences, records in batches:
+            for tokens, record in zip(sequences, records, strict=True):
+                rows = torch.arange(first, first + len(tokens) - 1)
+                producer.send_rows(Part.FORWARD, rows, record.forward[:-1], "1")
+                producer.send_rows(Part.KV, rows, record.kv[:-1], "1")
+                told = torch.cat((rows, torch.tensor([-1])))
+                producer.send_trajectory(record.trajectory, 0, tokens, told, "finished")
+                first += len(rows)
+        producer.flush()
+        for sequences, records in batches:
+            names = [record.trajectory for record in records]
+            own = fetch_records(client, names, Guidance(compare=True), models)
+            assert own[0].kv.shape[1] * 2 == records[0].kv.shape[1], "half of the heads"
+            yield sequences, own
+    bridge.stop()
+
+
+def train_step(batches: Batches, models: list[Any], count: int) -> tuple[float, Report]:
     """Forward and backward of `count` micro-batches; loss and counts summed over ranks."""
     losses: list[float] = []
 
@@ -141,7 +177,7 @@ def train_step(models: list[Any], count: int, scale_bits: int) -> tuple[float, R
 
         return out, loss_of
 
-    batches = [guided_batch(*batch) for batch in micro_batches_of_this_rank(count, scale_bits)]
+    batches = [guided_batch(*batch) for batch in batches]
     get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(batches) for _ in models] if len(models) > 1 else iter(batches),
@@ -180,7 +216,9 @@ def whole_gradients(model: Any) -> dict[str, Tensor]:
     return grads
 
 
-def run_layout(layout: dict[str, Any], scale_bits: int) -> tuple[float, Report, dict[str, Tensor]]:
+def run_layout(
+    layout: dict[str, Any], scale_bits: int, through_bridge: bool
+) -> tuple[float, Report, dict[str, Tensor]]:
     sizes = {name: size for name, size in layout.items() if name.endswith("_parallel_size")}
     parallel_state.initialize_model_parallel(**sizes)
     tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
@@ -196,7 +234,10 @@ def run_layout(layout: dict[str, Any], scale_bits: int) -> tuple[float, Report, 
     enable_fp4(models, TraceTrainerConfig(weight_dtype=torch.float32))
     data_ranks = parallel_state.get_data_parallel_world_size()
     count = len(LENGTHS) // PER_MICRO_BATCH // data_ranks
-    loss, report = train_step(models, count, scale_bits)
+    batches: Batches = list(micro_batches_of_this_rank(count, scale_bits))
+    if through_bridge:
+        batches = fetched(batches, models)
+    loss, report = train_step(batches, models, count)
     grads = {}
     for model in models:
         grads |= whole_gradients(model)
@@ -210,7 +251,7 @@ def main(out: Path) -> None:
     runs = [(name, layout, 8) for name, layout in LAYOUTS.items()]
     runs += [(f"{name}, low scales", LAYOUTS[name], 2) for name in LOW_SCALES]
     for name, layout, scale_bits in runs:
-        loss, report, grads = run_layout(layout, scale_bits)
+        loss, report, grads = run_layout(layout, scale_bits, through_bridge="fetched" in name)
         counts = {f"{site} {layer}": asdict(c) for (site, layer), c in report.counts.items()}
         # Every tensor-parallel rank computes the same loss; a pipeline has it on its last stage.
         copies = layout.get("tensor_model_parallel_size", 1)

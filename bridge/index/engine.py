@@ -1,0 +1,106 @@
+"""One engine: what its rows look like, which ranks send them, where they are, what was accepted.
+
+Its ranks are told apart by the number of their shard. A row is named by (engine, row number), where
+an engine is one replica of the model, or one data-parallel rank of it, and row numbers count the
+tokens that it computes in the order of its forward passes. Ranks that compute the same passes in
+lockstep thereby number rows alike, and what they send of a row joins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from bridge.errors import SchemaMismatch
+from bridge.index.row_map import RowMap
+from bridge.index.sequence_set import SequenceSet
+from bridge.layout import Part, Shard
+from bridge.wire import Block, Hello
+
+_OBJECT_BYTES = 200
+_ENGINE_BYTES = 1 << 10
+
+
+@dataclass(slots=True)
+class Engine:
+    """An engine by its number in the index.
+
+    ``accepted`` has each rank's sequence numbers, ``dropped`` how many rows each rank gave up.
+    """
+
+    number: int
+    hello: Hello
+    maps: dict[Part, RowMap] = field(init=False)
+    accepted: list[SequenceSet] = field(init=False)
+    dropped: dict[int, int] = field(default_factory=dict)
+    _senders: dict[Part, list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        shards = list(enumerate(self.hello.shards))
+        self._senders = {part: [n for n, s in shards if s.sends(part)] for part in Part}
+        self.maps = {part: RowMap(max(1, len(self._senders[part]))) for part in Part}
+        self.accepted = [SequenceSet() for _ in shards]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether more ranks than one send its rows, or one rank sends them slot by slot."""
+        return len(self.hello.shards) > 1 or self.hello.shards[0].by_slot
+
+    @property
+    def dropped_rows(self) -> int:
+        """Rows that its ranks gave up, a row once for every rank that did."""
+        return sum(self.dropped.values())
+
+    def senders(self, part: Part) -> Sequence[Shard]:
+        """Return the shards that have bytes of this part, in the order of the row map's senders."""
+        return [self.hello.shards[number] for number in self._senders[part]]
+
+    def place(self, block: Block, number: int) -> None:
+        """Note that the store's entry ``number`` holds a checked block."""
+        sender = self._senders[block.part].index(block.shard)
+        self.maps[block.part].put(block.rows, number, sender)
+
+    def check_hello(self, hello: Hello) -> None:
+        """Raise SchemaMismatch unless it is one of this engine's ranks that introduces itself."""
+        if replace(hello, shard=0) != replace(self.hello, shard=0):
+            raise SchemaMismatch(
+                f"engine {hello.engine_id} said hello before with another record layout; "
+                "use a new engine id for every engine process, and the same layout, shards, scales "
+                "and model on all ranks of one engine"
+            )
+
+    def check_shard(self, shard: int) -> None:
+        """Raise SchemaMismatch if there is no such rank."""
+        if shard >= len(self.hello.shards):
+            raise SchemaMismatch(
+                f"engine {self.hello.engine_id} has {len(self.hello.shards)} shards and a message "
+                f"is from shard {shard}; number the ranks as in the hello"
+            )
+
+    def check_block(self, block: Block) -> None:
+        """Raise SchemaMismatch if the block's rows are not rows of its rank's shard."""
+        shard = self.hello.shards[block.shard]
+        if not shard.accepts(block.part, block.row_bytes):
+            raise SchemaMismatch(
+                f"engine {self.hello.engine_id} sent {block.part.value} rows of {block.row_bytes} "
+                f"bytes and its hello says {shard.layout.row_bytes(block.part)} for shard "
+                f"{block.shard}; send rows in the layout of the hello"
+            )
+
+    def writes_like(self, other: Engine) -> bool:
+        """Whether the bytes of a joined row mean the same as in the other engine's rows."""
+        mine, theirs = self.hello, other.hello
+        return mine.layout == theirs.layout and mine.kv_scales == theirs.kv_scales
+
+    def nbytes(self) -> int:
+        """Return the memory that its rows and sequence numbers take, about."""
+        accepted = sum(seqs.nbytes() for seqs in self.accepted)
+        return accepted + sum(row_map.nbytes() for row_map in self.maps.values())
+
+
+def introduction_bytes(hello: Hello) -> int:
+    """Return the memory that an engine's introduction takes, about."""
+    layouts = {hello.layout, *(shard.layout for shard in hello.shards)}
+    fields = sum(len(layout.fields(part)) for layout in layouts for part in Part)
+    texts = sum(len(name) + len(value) for name, value in hello.model.items())
+    return _ENGINE_BYTES + _OBJECT_BYTES * (fields + len(hello.kv_scales)) + 4 * texts

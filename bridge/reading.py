@@ -1,0 +1,71 @@
+"""Read trajectories from the bridges that hold them, in the order in which they were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from bridge.answers import completed, elsewhere
+from bridge.connection import Connection
+from bridge.errors import UnknownTrajectory
+from bridge.homes import home_of
+from bridge.paging import Paging
+from bridge.records import TrajectoryRecords
+from bridge.wire import Fetch
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Reads through connections, in the order of `bridge.homes`, until monotonic time ``end``."""
+
+    connections: Sequence[Connection]
+    end: float
+
+    def all(
+        self, fetches: Sequence[Fetch], allow_unknown: bool
+    ) -> Iterator[TrajectoryRecords | None]:
+        """Yield the records of each fetch, None for an unknown trajectory if that is allowed.
+
+        Every bridge is asked ahead of what is yielded.
+        """
+        if len(self.connections) == 1:
+            yield from Paging(self.connections[0], self.end).all(fetches, allow_unknown)
+            return
+        homes = [home_of(fetch.trajectory, len(self.connections)) for fetch in fetches]
+        with ExitStack() as reading:
+            coming = []
+            for number, connection in enumerate(self.connections):
+                its = [fetch for fetch, home in zip(fetches, homes, strict=True) if home == number]
+                pages = Paging(connection, self.end).all(its, allow_unknown)
+                reading.callback(pages.close)
+                coming.append(pages)
+            for fetch, home in zip(fetches, homes, strict=True):
+                yield self._whole(fetch, home, self._next(coming[home]))
+
+    def _next(self, coming: Iterator[TrajectoryRecords | None]) -> TrajectoryRecords | None:
+        try:
+            return next(coming)
+        except UnknownTrajectory as error:
+            raise UnknownTrajectory(
+                f"{error}; name the same bridges in the same order as the rollout's --trace-bridge"
+            ) from error
+
+    def _whole(
+        self, fetch: Fetch, home: int, records: TrajectoryRecords | None
+    ) -> TrajectoryRecords | None:
+        """Fetch the rows that lie at other bridges than the trajectory's home; others are missing.
+
+        A bridge that does not know the trajectory has lost its rows too.
+        """
+        if records is None:
+            return None
+        for number, at in elsewhere(records, home).items():
+            if not 0 <= number < len(self.connections):
+                continue
+            start = records.start + at.start
+            wanted = replace(fetch, start=start, stop=records.start + at.stop)
+            (other,) = Paging(self.connections[number], self.end).all([wanted], allow_unknown=True)
+            if other is not None:
+                records = completed(records, other, at)
+        return records

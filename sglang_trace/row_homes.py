@@ -1,0 +1,60 @@
+"""To which of several bridges rows go, from their forward pass until they are shipped.
+
+A row goes to the home of the trajectory for which it is computed (`bridge.homes`), and its number
+says so, which is how the ledger, the K and V that follow later and the bridges know it.
+
+Shape legend: n rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from itertools import accumulate, islice
+
+import torch
+from torch import Tensor
+
+from bridge.homes import home_of, row_number
+from sglang_trace.ledger import Span
+from sglang_trace.names import client_trajectory
+
+
+class RowHomes:
+    """Homes of one engine's rows, in the order of their counts."""
+
+    def __init__(self, bridges: int) -> None:
+        self._bridges = bridges
+        # (count of the first row behind it, home) of every span that has not been shipped whole.
+        self._spans: deque[tuple[int, int]] = deque()
+
+    def assigned(self, spans: list[Span]) -> list[Span]:
+        """Return the spans of a forward pass with their homes."""
+        if self._bridges == 1:
+            return spans
+        return [replace(span, home=self._home(span.rid)) for span in spans]
+
+    def keep(self, first: int, spans: list[Span]) -> None:
+        """Note that the rows of these spans, counted from `first`, are still to be shipped."""
+        if self._bridges > 1:
+            ends = accumulate((span.length for span in spans), initial=first)
+            self._spans.extend(zip(islice(ends, 1, None), (s.home for s in spans), strict=True))
+
+    def numbers(self, first: int, count: int) -> Tensor:
+        """Return the numbers of the next rows to be shipped, counted from `first`: int64 [n]."""
+        rows_n = torch.arange(first, first + count)
+        at, end = first, first + count
+        while self._spans and at < end:
+            stop, home = self._spans[0]
+            rows_n[at - first : stop - first] = torch.arange(
+                row_number(at, home), row_number(min(stop, end), home)
+            )
+            at = min(stop, end)
+            if stop <= end:
+                self._spans.popleft()
+        return rows_n
+
+    def _home(self, rid: str) -> int:
+        # The server's own requests are no trajectories; their rows are referred to by nobody.
+        trajectory = client_trajectory(rid)
+        return 0 if trajectory is None else home_of(trajectory, self._bridges)
