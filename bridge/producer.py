@@ -313,8 +313,8 @@ class RecordProducer:
     def _handle(self, frames: list[bytes]) -> None:
         try:
             message, seq = decode(frames)
-        except CorruptMessage as error:
-            log.warning("an answer of the bridge is damaged, what it answered is resent: %s", error)
+        except CorruptMessage as damage:
+            log.warning("a damaged answer of the bridge counts as none: %s", damage)
             return
         if isinstance(message, Ack):
             rows = sum(self._forget(acknowledged).rows for acknowledged in message.seqs)

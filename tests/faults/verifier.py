@@ -1,0 +1,96 @@
+"""Read everything back as a trainer does and compare it with what was recorded and promised.
+
+Shapes: T = positions, R = bytes of a row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.client import TraceClient
+from bridge.errors import UnknownTrajectory
+from bridge.layout import Part
+from bridge.records import TrajectoryRecords
+from tests.faults.expected import LAYOUT, Expected
+from tests.faults.journal import Promises, Told
+from tests.faults.outcome import Outcome
+
+
+def verify(client: TraceClient, expected: Expected, promises: Promises) -> Outcome:
+    """Read both trajectories of an engine; rows that were never promised may be missing."""
+    outcome = Outcome(acknowledged=promises.count)
+    for name in (expected.whole, expected.grown):
+        told, sent = promises.told[name], promises.sent[name]
+        try:
+            records = client.fetch(name)
+        except UnknownTrajectory:
+            if told:
+                outcome.lost += promises.count
+                outcome.reports.append(f"{name} was acknowledged and is not known")
+            continue
+        compared, wrong = compare(records, expected)
+        outcome.compared += compared
+        outcome.wrong += wrong
+        outcome.lost += _missing(records, promises, told)
+        outcome.reports += _misreported(records, told, sent)
+    return outcome
+
+
+def compare(records: TrajectoryRecords, expected: Expected) -> tuple[int, int]:
+    """Return (rows compared, rows wrong) of any part of a trajectory; missing rows are neither."""
+    first, stop = records.start, records.start + len(records)
+    wrong_T = records.tokens.numpy() != expected.tokens(stop)[first:]
+    compared = wrong = 0
+    for part in Part:
+        valid_T, rows_TR = _part(records, part)
+        right_TR = expected.payload(part, first, stop)[:, : rows_TR.shape[1]]
+        differs_T = (rows_TR != right_TR).any(axis=1) | wrong_T
+        differs_T |= ~_origin_is_right(records, expected)
+        compared += int(valid_T.sum())
+        wrong += int((valid_T & differs_T).sum())
+    return compared, wrong
+
+
+def _origin_is_right(records: TrajectoryRecords, expected: Expected) -> NDArray[np.bool_]:
+    """Whether engine and weight version are those of each row: bool [T]."""
+    first, stop = records.start, records.start + len(records)
+    # The last entry is what index -1 finds.
+    versions = np.array([*records.weight_versions, ""])[records.weight_version_index.numpy()]
+    engines = np.array([*records.engine_ids, ""])[records.engine_index.numpy()]
+    right = np.array([expected.version(row) for row in range(first, stop)])
+    answer: NDArray[np.bool_] = (versions == right) & (engines == expected.engine_id)
+    return answer
+
+
+def _missing(records: TrajectoryRecords, promises: Promises, told: list[Told]) -> int:
+    """Count promised rows that are not there, of the positions of which it was told."""
+    stop = max((item.stop for item in told), default=0)
+    missing = 0
+    for part in Part:
+        promised_T = promises.rows[part][:stop]
+        held_T = np.zeros(stop, dtype=np.bool_)
+        valid_T, _ = _part(records, part)
+        held_T[: len(valid_T)] = valid_T[:stop]
+        missing += int((promised_T & ~held_T).sum())
+    return missing
+
+
+def _misreported(records: TrajectoryRecords, told: list[Told], sent: list[Told]) -> list[str]:
+    """The state must be the last promised one or one that was sent after it."""
+    if not told:
+        return []
+    last = max(told, key=lambda item: item.seq)
+    possible = {item.state for item in sent if item.seq >= last.seq}
+    if records.state in possible:
+        return []
+    return [f"{records.trajectory} is {records.state} where {sorted(possible)} was acknowledged"]
+
+
+def _part(
+    records: TrajectoryRecords, part: Part
+) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
+    assert records.layout == LAYOUT
+    if part is Part.FORWARD:
+        return records.forward_valid.numpy(), records.forward.numpy()
+    return records.kv_valid.numpy(), records.kv.numpy()
