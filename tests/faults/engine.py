@@ -15,7 +15,7 @@ from bridge.layout import Part
 from bridge.producer import Overflow, RecordProducer, _Unacknowledged
 from bridge.wire import Ack, TrajectoryState, decode
 from tests.faults.expected import LAYOUT, Expected
-from tests.faults.journal import Journal
+from tests.faults.journal import Journal, Promises, read
 
 _MOST_ROWS = 16  # of one message
 _TELL_EVERY = 6  # messages of rows between two of the trajectories
@@ -34,6 +34,10 @@ class Stream:
     resend_after_s: float = 0.3
     deadline_s: float = 120.0
     overflow: Overflow = Overflow.BLOCK
+
+    def promises(self, sent_after: str | None = None) -> Promises:
+        """Read the journal as it is now."""
+        return read(self.journal, self.expected.rows, sent_after=sent_after)
 
 
 class WitnessedProducer(RecordProducer):
@@ -124,5 +128,3 @@ def fill(endpoint: str, expected: Expected) -> None:
                 producer.send_rows(part, range(first, stop), payload, version)
         for name in (expected.whole, expected.grown):
             _tell(producer, expected, name, expected.rows, TrajectoryState.FINISHED)
-
-

@@ -51,7 +51,9 @@ class Repetition:
     def stream(self, endpoint: str, rows: int = _ROWS, **options: Any) -> Stream:
         """Return what this repetition's engine does."""
         journal = self.folder / "journal"
-        return Stream(endpoint, Expected(f"engine-{self.seed}", rows), journal, self.seed, **options)
+        return Stream(
+            endpoint, Expected(f"engine-{self.seed}", rows), journal, self.seed, **options
+        )
 
     def reading(self, endpoint: str, expected: Expected, **options: Any) -> Reading:
         """Return what this repetition's trainer does."""

@@ -12,7 +12,6 @@ from tests.faults import engine, trainer
 from tests.faults.engine import Stream
 from tests.faults.expected import Expected
 from tests.faults.fault import Fault, Repetition
-from tests.faults.journal import Promises, read
 from tests.faults.outcome import Outcome
 from tests.faults.processes import Bridge, asking, ended, running, wait_until
 from tests.faults.verifier import compare, verify
@@ -20,21 +19,16 @@ from tests.faults.verifier import compare, verify
 _RESTARTED = "the daemon is restarted"
 
 
-def promised(stream: Stream, *, sent_after: str | None = None) -> Promises:
-    """Read the journal of a stream."""
-    return read(stream.journal, stream.expected.rows, sent_after=sent_after)
-
-
 def wait_for_some(repetition: Repetition, stream: Stream) -> None:
     """Wait until the repetition's share of the rows is acknowledged, at most two thirds."""
     least = repetition.rng.uniform(0.0, 0.66) * 2 * stream.expected.rows
-    wait_until(lambda: promised(stream).count > least, repetition.end, "rows are acknowledged")
+    wait_until(lambda: stream.promises().count > least, repetition.end, "rows are acknowledged")
 
 
 def finish(repetition: Repetition, process: BaseProcess, stream: Stream) -> Outcome:
     """Wait until the engine has said everything; report an engine that gave up."""
     ended(process, repetition.end, "the engine finishes")
-    marks = promised(stream).marks
+    marks = stream.promises().marks
     return Outcome(reports=[] if "finished" in marks else [f"the engine ended: {marks}"])
 
 
@@ -49,7 +43,7 @@ def daemon_killed(repetition: Repetition) -> Outcome:
             bridge.restart()
             outcome = finish(repetition, process, stream)
         with asking(bridge.endpoint, repetition.end) as client:
-            outcome += verify(client, stream.expected, promised(stream))
+            outcome += verify(client, stream)
     return outcome + Outcome(met=met)
 
 
@@ -63,7 +57,7 @@ def daemon_and_engine_killed(repetition: Repetition) -> Outcome:
             met = process.is_alive()
         bridge.restart()
         with asking(bridge.endpoint, repetition.end) as client:
-            outcome = verify(client, stream.expected, promised(stream))
+            outcome = verify(client, stream)
     return outcome + Outcome(met=met)
 
 
@@ -79,10 +73,10 @@ def daemon_in_memory_killed(repetition: Repetition) -> Outcome:
                 journal.mark(_RESTARTED)
             bridge.restart()
             outcome = finish(repetition, process, stream)
-        everything = promised(stream)
-        kept = promised(stream, sent_after=_RESTARTED)
+        everything = stream.promises()
+        kept = stream.promises(_RESTARTED)
         with asking(bridge.endpoint, repetition.end) as client:
-            outcome += verify(client, stream.expected, kept)
+            outcome += verify(client, stream, _RESTARTED)
     outcome.acknowledged, outcome.forgotten = everything.count, everything.count - kept.count
     return outcome + Outcome(met=met)
 
@@ -97,7 +91,7 @@ def engine_killed(repetition: Repetition) -> Outcome:
         process.kill()
         ended(process, repetition.end, "the engine is gone")
     with asking(bridge.endpoint, repetition.end) as client:
-        return verify(client, stream.expected, promised(stream)) + Outcome(met=met)
+        return verify(client, stream) + Outcome(met=met)
 
 
 def trainer_killed(repetition: Repetition) -> Outcome:
@@ -119,7 +113,7 @@ def trainer_killed(repetition: Repetition) -> Outcome:
         compared=done["compared"], wrong=done["wrong"], met=done["asked"] > done["fetched"]
     )
     with asking(bridge.endpoint, repetition.end) as client:
-        outcome += verify(client, stream.expected, promised(stream))
+        outcome += verify(client, stream)
         outcome += some_of(client, repetition, pages)
     return outcome
 

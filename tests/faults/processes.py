@@ -23,6 +23,7 @@ _LOOK_S = 0.01
 # A process forked from one that has everything imported starts in milliseconds.
 _forked = multiprocessing.get_context("forkserver")
 _forked.set_forkserver_preload(["tests.faults.engine", "tests.faults.trainer"])
+_fresh = multiprocessing.get_context("spawn")
 
 
 def wait_until(holds: Callable[[], T], end: float, what: str) -> T:
@@ -69,9 +70,12 @@ class Bridge:
 
 
 @contextmanager
-def running(work: Callable[[Any], None], argument: Any) -> Iterator[BaseProcess]:
-    """Run work(argument) as a process of its own meanwhile."""
-    process = _forked.Process(target=work, args=(argument,), daemon=True)
+def running(
+    work: Callable[[Any], None], argument: Any, *, fresh: bool = False
+) -> Iterator[BaseProcess]:
+    """Run work(argument) as a process of its own meanwhile; ``fresh``: with today's environment."""
+    context = _fresh if fresh else _forked
+    process = context.Process(target=work, args=(argument,), daemon=True)
     process.start()
     try:
         yield process

@@ -17,7 +17,6 @@ from tests.faults.killed import (
     one_on_disk,
     pages_in_memory,
     pages_on_disk,
-    promised,
     some_of,
     wait_for_some,
 )
@@ -40,7 +39,7 @@ def daemon_stopped(repetition: Repetition, *, on_disk: bool) -> Outcome:
                 outcome = _refused_in_time(bridge.endpoint, repetition)
             outcome += finish(repetition, process, stream)
         with asking(bridge.endpoint, repetition.end) as client:
-            outcome += verify(client, stream.expected, promised(stream))
+            outcome += verify(client, stream)
     return outcome + Outcome(met=met)
 
 
@@ -79,12 +78,12 @@ def engine_stopped(repetition: Repetition) -> Outcome:
         met = process.is_alive()
         with paused(process.pid), asking(bridge.endpoint, repetition.end) as client:
             began = time.monotonic()
-            outcome = verify(client, stream.expected, promised(stream))
+            outcome = verify(client, stream)
             time.sleep(max(0.0, began + repetition.stop_s - time.monotonic()))
         outcome.acknowledged = 0  # counted once, below
         outcome += finish(repetition, process, stream)
     with asking(bridge.endpoint, repetition.end) as client:
-        return outcome + verify(client, stream.expected, promised(stream)) + Outcome(met=met)
+        return outcome + verify(client, stream) + Outcome(met=met)
 
 
 def trainer_stopped(repetition: Repetition) -> Outcome:
@@ -111,16 +110,12 @@ def trainer_stopped(repetition: Repetition) -> Outcome:
         outcome.reports.append(f"the trainer ended: {dict(done)}")
     outcome += Outcome(compared=done["compared"], wrong=done["wrong"], met=met)
     with asking(bridge.endpoint, repetition.end) as client:
-        return outcome + verify(client, stream.expected, promised(stream))
+        return outcome + verify(client, stream)
 
 
 FAULTS = (
-    Fault(
-        "SIGSTOP of the daemon", "disk", daemon_on_disk_stopped, side_by_side=_SIDE_BY_SIDE
-    ),
-    Fault(
-        "SIGSTOP of the daemon", "memory", daemon_in_memory_stopped, side_by_side=_SIDE_BY_SIDE
-    ),
+    Fault("SIGSTOP of the daemon", "disk", daemon_on_disk_stopped, side_by_side=_SIDE_BY_SIDE),
+    Fault("SIGSTOP of the daemon", "memory", daemon_in_memory_stopped, side_by_side=_SIDE_BY_SIDE),
     Fault("SIGSTOP of the engine", "disk", engine_stopped, one_on_disk, _SIDE_BY_SIDE),
     Fault("SIGSTOP of the engine", "memory", engine_stopped, one_in_memory, _SIDE_BY_SIDE),
     Fault("SIGSTOP of a trainer", "disk", trainer_stopped, pages_on_disk, _SIDE_BY_SIDE),

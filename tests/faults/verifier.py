@@ -12,16 +12,22 @@ from bridge.client import TraceClient
 from bridge.errors import UnknownTrajectory
 from bridge.layout import Part
 from bridge.records import TrajectoryRecords
+from tests.faults.engine import Stream
 from tests.faults.expected import LAYOUT, Expected
 from tests.faults.journal import Promises, Told
 from tests.faults.outcome import Outcome
 
 
-def verify(client: TraceClient, expected: Expected, promises: Promises) -> Outcome:
-    """Read both trajectories of an engine; rows that were never promised may be missing."""
+def verify(client: TraceClient, stream: Stream, sent_after: str | None = None) -> Outcome:
+    """Read both trajectories of an engine, which may go on meanwhile.
+
+    Rows that were not promised may be missing, with ``sent_after`` also those that were promised
+    before that mark of the journal.
+    """
+    expected, promises = stream.expected, stream.promises(sent_after)
     outcome = Outcome(acknowledged=promises.count)
     for name in (expected.whole, expected.grown):
-        told, sent = promises.told[name], promises.sent[name]
+        told = promises.told[name]
         try:
             records = client.fetch(name)
         except UnknownTrajectory:
@@ -33,7 +39,7 @@ def verify(client: TraceClient, expected: Expected, promises: Promises) -> Outco
         outcome.compared += compared
         outcome.wrong += wrong
         outcome.lost += _missing(records, promises, told)
-        outcome.reports += _misreported(records, told, sent)
+        outcome.reports += _misreported(records, told, stream.promises().sent[name])
     return outcome
 
 
@@ -87,9 +93,7 @@ def _misreported(records: TrajectoryRecords, told: list[Told], sent: list[Told])
     return [f"{records.trajectory} is {records.state} where {sorted(possible)} was acknowledged"]
 
 
-def _part(
-    records: TrajectoryRecords, part: Part
-) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
+def _part(records: TrajectoryRecords, part: Part) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
     assert records.layout == LAYOUT
     if part is Part.FORWARD:
         return records.forward_valid.numpy(), records.forward.numpy()
