@@ -10,30 +10,36 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.errors import TraceError
+from bridge.errors import StoreFull, TraceError
 from bridge.layout import Part
 from bridge.producer import Overflow, RecordProducer, _Unacknowledged
 from bridge.wire import Ack, TrajectoryState, decode
 from tests.faults.expected import LAYOUT, Expected
 from tests.faults.journal import Journal, Promises, read
 
-_MOST_ROWS = 16  # of one message
+_FILLED_ROWS = 16  # of one message
 _TELL_EVERY = 6  # messages of rows between two of the trajectories
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """What an engine sends where; ``pace_s`` is the time between two messages."""
+    """What an engine sends where.
+
+    It rests ``rest_s`` after its hello and ``pace_s`` after each message of at most ``most_rows``.
+    """
 
     endpoint: str
     expected: Expected
     journal: Path
     seed: int
+    rest_s: float = 0.0
     pace_s: float = 0.001
+    most_rows: int = 16
     window_bytes: int = 96 << 10
     resend_after_s: float = 0.3
     deadline_s: float = 120.0
     overflow: Overflow = Overflow.BLOCK
+    flush_s: float | None = None
 
     def promises(self, sent_after: str | None = None) -> Promises:
         """Read the journal as it is now."""
@@ -74,11 +80,21 @@ def run(stream: Stream) -> None:
     try:
         with closing(WitnessedProducer(stream)) as producer:
             send_all(stream, producer)
-            producer.flush()
+            _flush(stream, producer)
+            journal.mark(f"dropped {producer.dropped_rows.total()}")
         journal.mark("finished")
     except TraceError as error:
         journal.mark(f"{type(error).__name__}: {error}")
         sys.exit(1)
+
+
+def _flush(stream: Stream, producer: RecordProducer) -> None:
+    """Wait for the last acknowledgements, for room only if there is no time limit."""
+    try:
+        producer.flush(stream.flush_s)
+    except StoreFull:
+        if stream.flush_s is None:
+            raise
 
 
 def send_all(stream: Stream, producer: RecordProducer) -> None:
@@ -88,9 +104,10 @@ def send_all(stream: Stream, producer: RecordProducer) -> None:
     _tell(producer, expected, expected.whole, expected.rows, TrajectoryState.OPEN)
     _tell(producer, expected, expected.grown, 1, TrajectoryState.OPEN)
     producer.flush()
+    time.sleep(stream.rest_s)
     row = messages = 0
     while row < expected.rows:
-        stop = min(row + int(rng.integers(1, _MOST_ROWS + 1)), expected.end_of_version(row))
+        stop = min(row + int(rng.integers(1, stream.most_rows + 1)), expected.end_of_version(row))
         for part in Part:
             payload, version = expected.payload(part, row, stop), expected.version(row)
             producer.send_rows(part, range(row, stop), payload, version)
@@ -121,8 +138,8 @@ def fill(endpoint: str, expected: Expected) -> None:
     """Send all records of an engine from this process, as fast as the bridge takes them."""
     with RecordProducer(endpoint) as producer:
         producer.hello(expected.engine_id, LAYOUT)
-        for first in range(0, expected.rows, _MOST_ROWS):
-            stop = min(first + _MOST_ROWS, expected.end_of_version(first))
+        for first in range(0, expected.rows, _FILLED_ROWS):
+            stop = min(first + _FILLED_ROWS, expected.end_of_version(first))
             for part in Part:
                 payload, version = expected.payload(part, first, stop), expected.version(first)
                 producer.send_rows(part, range(first, stop), payload, version)

@@ -18,7 +18,7 @@ LAYOUT = RecordLayout(
     (2, 3),
     (Site.FC1, Site.K, Site.V, Site.ROUTES),
 )
-_ROWS_A_VERSION = 64
+_ROWS_A_VERSION = 256
 _WORD = 8
 
 

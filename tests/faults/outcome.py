@@ -10,9 +10,22 @@ class Hang(Exception):
     """Something that had to happen did not happen before its deadline."""
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of a process's own (not of files that the kernel may take back)."""
+
+    peak: int
+    limit: int
+
+    @property
+    def ratio(self) -> float:
+        """Peak over limit."""
+        return self.peak / self.limit
+
+
 @dataclass(slots=True)
 class Outcome:
-    """Rows, but for ``hangs`` and ``reports``.
+    """Rows, but for the last four.
 
     Attributes:
         acknowledged: promised to an engine.
@@ -22,6 +35,7 @@ class Outcome:
         forgotten: promised by a daemon that kept them in memory alone, and gone with it.
         met: repetitions in which the fault met work that was under way.
         hangs: what did not happen before its deadline.
+        memory: the fullest of a process's memory, and its limit there.
         reports: what else went otherwise than stated.
     """
 
@@ -32,17 +46,20 @@ class Outcome:
     forgotten: int = 0
     met: int = 0
     hangs: int = 0
+    memory: Memory | None = None
     reports: list[str] = field(default_factory=list)
 
     @property
     def violated(self) -> bool:
         """Whether anything happened that must not."""
-        return bool(self.lost or self.wrong or self.hangs or self.reports)
+        over = self.memory is not None and self.memory.ratio > 1
+        return bool(self.lost or self.wrong or self.hangs or self.reports or over)
 
     def __add__(self, other: Outcome) -> Outcome:
-        return Outcome(
-            *(getattr(self, item.name) + getattr(other, item.name) for item in fields(Outcome))
-        )
+        names = [item.name for item in fields(Outcome) if item.name != "memory"]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        measured = [one.memory for one in (self, other) if one.memory is not None]
+        return Outcome(**sums, memory=max(measured, key=lambda memory: memory.ratio, default=None))
 
 
 def total(outcomes: Iterable[Outcome]) -> Outcome:

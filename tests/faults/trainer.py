@@ -20,7 +20,7 @@ class Reading:
     """What a trainer fetches, again and again.
 
     ``fetches`` are made, or with None as many as come before ``stop`` exists. ``report`` is renewed
-    after every fetch.
+    after every fetch. It rests ``rest_s`` before the first one.
     """
 
     endpoint: str
@@ -29,6 +29,7 @@ class Reading:
     seed: int
     fetches: int | None = None
     timeout_s: float = 5.0
+    rest_s: float = 0.0
 
     @property
     def stop(self) -> Path:

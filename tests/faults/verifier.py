@@ -17,6 +17,8 @@ from tests.faults.expected import LAYOUT, Expected
 from tests.faults.journal import Promises, Told
 from tests.faults.outcome import Outcome
 
+_POSITIONS = 16_384  # of one fetch
+
 
 def verify(client: TraceClient, stream: Stream, sent_after: str | None = None) -> Outcome:
     """Read both trajectories of an engine, which may go on meanwhile.
@@ -24,22 +26,26 @@ def verify(client: TraceClient, stream: Stream, sent_after: str | None = None) -
     Rows that were not promised may be missing, with ``sent_after`` also those that were promised
     before that mark of the journal.
     """
-    expected, promises = stream.expected, stream.promises(sent_after)
+    promises = stream.promises(sent_after)
     outcome = Outcome(acknowledged=promises.count)
-    for name in (expected.whole, expected.grown):
+    for name in (stream.expected.whole, stream.expected.grown):
         told = promises.told[name]
-        try:
-            records = client.fetch(name)
-        except UnknownTrajectory:
-            if told:
-                outcome.lost += promises.count
-                outcome.reports.append(f"{name} was acknowledged and is not known")
-            continue
-        compared, wrong = compare(records, expected)
-        outcome.compared += compared
-        outcome.wrong += wrong
-        outcome.lost += _missing(records, promises, told)
-        outcome.reports += _misreported(records, told, stream.promises().sent[name])
+        stop, length = _named(told, promises.sent[name]), 1
+        start = 0
+        while start < max(length, stop):
+            try:
+                records = client.fetch(name, start=start, stop=start + _POSITIONS)
+            except UnknownTrajectory:
+                if told:
+                    outcome.lost += promises.count
+                    outcome.reports.append(f"{name} was acknowledged and is not known")
+                break
+            compared, wrong = compare(records, stream.expected)
+            outcome.compared += compared
+            outcome.wrong += wrong
+            outcome.lost += _missing(records, promises, min(stop, start + _POSITIONS))
+            outcome.reports += _misreported(records, told, stream.promises().sent[name])
+            start, length = start + _POSITIONS, records.length
     return outcome
 
 
@@ -69,15 +75,29 @@ def _origin_is_right(records: TrajectoryRecords, expected: Expected) -> NDArray[
     return answer
 
 
-def _missing(records: TrajectoryRecords, promises: Promises, told: list[Told]) -> int:
-    """Count promised rows that are not there, of the positions of which it was told."""
-    stop = max((item.stop for item in told), default=0)
+def _named(told: list[Told], sent: list[Told]) -> int:
+    """Return the end of the positions whose first telling is promised.
+
+    A later one may name rows that were computed anew and are never sent.
+    """
+    promised, stop = {item.seq for item in told}, 0
+    for item in sent:
+        if item.stop > stop:
+            if item.seq not in promised:
+                return stop
+            stop = item.stop
+    return stop
+
+
+def _missing(records: TrajectoryRecords, promises: Promises, stop: int) -> int:
+    """Count promised rows up to ``stop`` that are not there."""
+    positions = max(0, stop - records.start)
     missing = 0
     for part in Part:
-        promised_T = promises.rows[part][:stop]
-        held_T = np.zeros(stop, dtype=np.bool_)
+        promised_T = promises.rows[part][records.start : stop]
+        held_T = np.zeros(positions, dtype=np.bool_)
         valid_T, _ = _part(records, part)
-        held_T[: len(valid_T)] = valid_T[:stop]
+        held_T[: len(valid_T)] = valid_T[:positions]
         missing += int((promised_T & ~held_T).sum())
     return missing
 
