@@ -23,7 +23,7 @@ from tests.faults.outcome import Outcome
 from tests.faults.processes import Bridge, asking, running, wait_until
 from tests.faults.verifier import verify
 
-_ROWS = 2000  # 3.9 MB of record bytes
+_ROWS = 1500  # 2.9 MB of record bytes
 _LEAST_MIB, _MOST_MIB = 2, 3
 
 
@@ -76,7 +76,7 @@ def disk_full(repetition: Repetition) -> Outcome:
 
 def limit_reached(repetition: Repetition) -> Outcome:
     """Killed at its limit and started again with a larger one."""
-    with closing(Bridge(repetition.folder / "store", disk_limit="3MiB")) as bridge:
+    with closing(Bridge(repetition.folder / "store", disk_limit="2MiB")) as bridge:
         stream = repetition.stream(bridge.endpoint, rows=_ROWS)
         with running(engine.run, stream) as process:
             outcome = _held_while_full(repetition, bridge, stream)
@@ -91,7 +91,7 @@ def scratch_full(repetition: Repetition) -> Outcome:
     """Memory is full and so is the disk below it; then there is room and the engine goes on."""
     with ExitStack() as stack:
         disk = stack.enter_context(small_disk(repetition.folder / "disk", _LEAST_MIB))
-        bridge = stack.enter_context(closing(Bridge(memory_limit="1MiB", spill=disk)))
+        bridge = stack.enter_context(closing(Bridge(memory_limit="512KiB", spill=disk)))
         stream = repetition.stream(bridge.endpoint, rows=_ROWS)
         process = stack.enter_context(running(engine.run, stream))
         outcome = _held_while_full(repetition, bridge, stream)
@@ -116,9 +116,15 @@ def _refuses(client: TraceClient) -> bool:
 
 
 FAULTS = (
-    Fault("full disk (tmpfs of 2 or 3 MiB)", "disk", disk_full, missing=cannot_mount),
-    Fault("--disk-limit reached", "disk", limit_reached),
     Fault(
-        "full memory and full scratch disk (tmpfs)", "memory", scratch_full, missing=cannot_mount
+        "full disk (tmpfs of 2 or 3 MiB)", "disk", disk_full, side_by_side=4, missing=cannot_mount
+    ),
+    Fault("--disk-limit reached", "disk", limit_reached, side_by_side=4),
+    Fault(
+        "full memory and full scratch disk (tmpfs)",
+        "memory",
+        scratch_full,
+        side_by_side=4,
+        missing=cannot_mount,
     ),
 )

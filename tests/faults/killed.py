@@ -13,7 +13,15 @@ from tests.faults.engine import Stream
 from tests.faults.expected import Expected
 from tests.faults.fault import Fault, Repetition
 from tests.faults.outcome import Outcome
-from tests.faults.processes import Bridge, asking, ended, running, wait_until
+from tests.faults.processes import (
+    Bridge,
+    asking,
+    ended,
+    lanes_in_memory,
+    lanes_on_disk,
+    running,
+    wait_until,
+)
 from tests.faults.verifier import compare, verify
 
 _RESTARTED = "the daemon is restarted"
@@ -34,7 +42,7 @@ def finish(repetition: Repetition, process: BaseProcess, stream: Stream) -> Outc
 
 def daemon_killed(repetition: Repetition) -> Outcome:
     """The engine goes on with the daemon that is started again."""
-    with closing(Bridge(repetition.folder / "store")) as bridge:
+    with repetition.setting.bridge() as bridge:
         stream = repetition.stream(bridge.endpoint)
         with running(engine.run, stream) as process:
             wait_for_some(repetition, stream)
@@ -49,7 +57,7 @@ def daemon_killed(repetition: Repetition) -> Outcome:
 
 def daemon_and_engine_killed(repetition: Repetition) -> Outcome:
     """Nobody is left to send again: only what was acknowledged has to be there."""
-    with closing(Bridge(repetition.folder / "store")) as bridge:
+    with repetition.setting.bridge() as bridge:
         stream = repetition.stream(bridge.endpoint)
         with running(engine.run, stream) as process:
             wait_for_some(repetition, stream)
@@ -63,7 +71,7 @@ def daemon_and_engine_killed(repetition: Repetition) -> Outcome:
 
 def daemon_in_memory_killed(repetition: Repetition) -> Outcome:
     """What it held is gone, and missing; what the engine says afterwards is held again."""
-    with closing(Bridge()) as bridge:
+    with repetition.setting.bridge() as bridge:
         stream = repetition.stream(bridge.endpoint)
         with running(engine.run, stream) as process:
             wait_for_some(repetition, stream)
@@ -142,35 +150,37 @@ def one_on_disk(folder: Path) -> Iterator[Bridge]:
 
 @contextmanager
 def pages_in_memory(_folder: Path) -> Iterator[tuple[Bridge, Expected]]:
-    """A daemon without a directory that holds a trajectory of three pages."""
+    """A daemon without a directory that holds a trajectory of two pages."""
     with closing(Bridge()) as bridge:
         yield bridge, _filled(bridge)
 
 
 @contextmanager
 def pages_on_disk(folder: Path) -> Iterator[tuple[Bridge, Expected]]:
-    """A daemon that holds a trajectory of three pages on disk, and little of it in memory."""
+    """A daemon that holds a trajectory of two pages on disk, and little of it in memory."""
     with closing(Bridge(folder / "store", memory_limit="8MiB")) as bridge:
         yield bridge, _filled(bridge)
 
 
 def _filled(bridge: Bridge) -> Expected:
-    pages = Expected("pages", 12_000)
+    pages = Expected("pages", 8_000)
     engine.fill(bridge.endpoint, pages)
     return pages
 
 
 FAULTS = (
-    Fault("kill -9 of the daemon, the engine goes on", "disk", daemon_killed),
-    Fault("kill -9 of daemon and engine", "disk", daemon_and_engine_killed),
+    Fault("kill -9 of the daemon, the engine goes on", "disk", daemon_killed, lanes_on_disk, 4),
+    Fault("kill -9 of daemon and engine", "disk", daemon_and_engine_killed, lanes_on_disk, 4),
     Fault(
         "kill -9 of the daemon, the engine goes on",
         "memory",
         daemon_in_memory_killed,
+        lanes_in_memory,
+        4,
         promise="rows that only the killed daemon held are missing, as stated for this tier",
     ),
-    Fault("kill -9 of the engine", "disk", engine_killed, one_on_disk),
-    Fault("kill -9 of the engine", "memory", engine_killed, one_in_memory),
-    Fault("kill -9 of a trainer", "disk", trainer_killed, pages_on_disk),
-    Fault("kill -9 of a trainer", "memory", trainer_killed, pages_in_memory),
+    Fault("kill -9 of the engine", "disk", engine_killed, one_on_disk, 4),
+    Fault("kill -9 of the engine", "memory", engine_killed, one_in_memory, 4),
+    Fault("kill -9 of a trainer", "disk", trainer_killed, pages_on_disk, 4),
+    Fault("kill -9 of a trainer", "memory", trainer_killed, pages_in_memory, 4),
 )

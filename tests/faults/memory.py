@@ -258,7 +258,7 @@ def _wait_for_hello(repetition: Repetition, stream: Stream) -> None:
 
 
 FAULTS = tuple(
-    Fault(f"memory: {name}", tier, run, setting, side_by_side=1, share=share)
+    Fault(f"memory: {name}", tier, run, setting, side_by_side=4, share=share)
     for name, tier, run, setting, share in (
         *(
             (f"engine of a stopped daemon, {overflow}", "memory", run, empty, 0.1)

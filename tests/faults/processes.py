@@ -7,9 +7,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from bridge import embedded
@@ -20,9 +22,9 @@ from tests.faults.outcome import Hang
 T = TypeVar("T")
 _LOOK_S = 0.01
 
-# A process forked from one that has everything imported starts in milliseconds.
+# A process forked from one that has everything imported, torch too, starts in milliseconds.
 _forked = multiprocessing.get_context("forkserver")
-_forked.set_forkserver_preload(["tests.faults.engine", "tests.faults.trainer"])
+_forked.set_forkserver_preload(["bridge.paging", "tests.faults.engine", "tests.faults.trainer"])
 _fresh = multiprocessing.get_context("spawn")
 
 
@@ -67,6 +69,51 @@ class Bridge:
         if self._running.process.poll() is None:
             os.kill(self.pid, signal.SIGCONT)
         self._running.stop()
+
+
+class Lanes:
+    """Daemons for repetitions side by side, each of one at a time and of many in a row.
+
+    A daemon is killed and started again many times on the same store, which fills meanwhile.
+    """
+
+    def __init__(self, make: Callable[[], Bridge]) -> None:
+        self._make = make
+        self._free: SimpleQueue[Bridge] = SimpleQueue()
+
+    @contextmanager
+    def bridge(self) -> Iterator[Bridge]:
+        """Give a daemon; one with which a repetition failed is not used again."""
+        try:
+            bridge = self._free.get_nowait()
+        except Empty:
+            bridge = self._make()
+        try:
+            yield bridge
+        except BaseException:
+            bridge.close()
+            raise
+        self._free.put(bridge)
+
+    def close(self) -> None:
+        """Stop all daemons."""
+        while not self._free.empty():
+            self._free.get().close()
+
+
+@contextmanager
+def lanes_in_memory(_folder: Path) -> Iterator[Lanes]:
+    """Daemons without a directory."""
+    with closing(Lanes(Bridge)) as lanes:
+        yield lanes
+
+
+@contextmanager
+def lanes_on_disk(folder: Path) -> Iterator[Lanes]:
+    """Daemons with a directory each."""
+    numbers = count()
+    with closing(Lanes(lambda: Bridge(folder / f"store{next(numbers)}"))) as lanes:
+        yield lanes
 
 
 @contextmanager

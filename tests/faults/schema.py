@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import lmdb
@@ -35,7 +34,7 @@ from tests.faults.fault import Fault, Repetition
 from tests.faults.killed import finish, one_in_memory, one_on_disk
 from tests.faults.message_proxy import Frames, tampered
 from tests.faults.outcome import Hang, Outcome
-from tests.faults.processes import Bridge, asking, running
+from tests.faults.processes import Bridge, asking, lanes_on_disk, running
 from tests.faults.verifier import verify
 
 _VERSION = slice(4, 6)  # of the first frame, little-endian (bridge.wire.envelope)
@@ -43,8 +42,8 @@ _VERSION = slice(4, 6)  # of the first frame, little-endian (bridge.wire.envelop
 
 def older_store(repetition: Repetition) -> Outcome:
     """The daemon does not start and changes nothing; the version that wrote it reads all of it."""
-    directory = repetition.folder / "store"
-    with closing(Bridge(directory)) as bridge:
+    with repetition.setting.bridge() as bridge:
+        directory = bridge.directory
         stream = repetition.stream(bridge.endpoint, rows=100)
         with running(engine.run, stream) as process:
             outcome = finish(repetition, process, stream)
@@ -174,7 +173,7 @@ def _told_of_nothing(ask: Callable[[], object], reason: type[Exception]) -> Outc
 
 
 FAULTS = (
-    Fault("restart on a store of an older schema", "disk", older_store),
+    Fault("restart on a store of an older schema", "disk", older_store, lanes_on_disk, 4),
     Fault("a peer of an older schema", "disk", older_peer, one_on_disk, 4),
     Fault("a peer of an older schema", "memory", older_peer, one_in_memory, 4),
     Fault("a daemon of an older schema", "memory", older_daemon, one_in_memory, 4),

@@ -6,7 +6,6 @@ A stopped process keeps its connections open and takes nothing: its peers see no
 from __future__ import annotations
 
 import time
-from contextlib import closing
 
 from bridge.errors import BridgeUnreachable
 from tests.faults import engine, trainer
@@ -21,16 +20,24 @@ from tests.faults.killed import (
     wait_for_some,
 )
 from tests.faults.outcome import Outcome
-from tests.faults.processes import Bridge, asking, ended, paused, running, wait_until
+from tests.faults.processes import (
+    Bridge,
+    asking,
+    ended,
+    lanes_in_memory,
+    lanes_on_disk,
+    paused,
+    running,
+    wait_until,
+)
 from tests.faults.verifier import verify
 
-_SIDE_BY_SIDE = 20
+_SIDE_BY_SIDE = 25
 
 
-def daemon_stopped(repetition: Repetition, *, on_disk: bool) -> Outcome:
+def daemon_stopped(repetition: Repetition) -> Outcome:
     """Its engine waits and sends again, its trainer is told so in time; then both go on."""
-    directory = repetition.folder / "store" if on_disk else None
-    with closing(Bridge(directory, memory_limit="64MiB")) as bridge:
+    with repetition.setting.bridge() as bridge:
         stream = repetition.stream(bridge.endpoint, resend_after_s=repetition.stop_s / 5)
         with running(engine.run, stream) as process:
             wait_for_some(repetition, stream)
@@ -56,16 +63,6 @@ def _refused_in_time(endpoint: str, repetition: Repetition) -> Outcome:
             outcome.hangs += late > repetition.stop_s  # the reason takes a second to find out
     time.sleep(max(0.0, started + repetition.stop_s - time.monotonic()))
     return outcome
-
-
-def daemon_on_disk_stopped(repetition: Repetition) -> Outcome:
-    """See daemon_stopped."""
-    return daemon_stopped(repetition, on_disk=True)
-
-
-def daemon_in_memory_stopped(repetition: Repetition) -> Outcome:
-    """See daemon_stopped."""
-    return daemon_stopped(repetition, on_disk=False)
 
 
 def engine_stopped(repetition: Repetition) -> Outcome:
@@ -113,11 +110,12 @@ def trainer_stopped(repetition: Repetition) -> Outcome:
         return outcome + verify(client, stream)
 
 
-FAULTS = (
-    Fault("SIGSTOP of the daemon", "disk", daemon_on_disk_stopped, side_by_side=_SIDE_BY_SIDE),
-    Fault("SIGSTOP of the daemon", "memory", daemon_in_memory_stopped, side_by_side=_SIDE_BY_SIDE),
-    Fault("SIGSTOP of the engine", "disk", engine_stopped, one_on_disk, _SIDE_BY_SIDE),
-    Fault("SIGSTOP of the engine", "memory", engine_stopped, one_in_memory, _SIDE_BY_SIDE),
-    Fault("SIGSTOP of a trainer", "disk", trainer_stopped, pages_on_disk, _SIDE_BY_SIDE),
-    Fault("SIGSTOP of a trainer", "memory", trainer_stopped, pages_in_memory, _SIDE_BY_SIDE),
+FAULTS = tuple(
+    Fault(f"SIGSTOP of {peer}", tier, run, setting, _SIDE_BY_SIDE)
+    for peer, run, settings in (
+        ("the daemon", daemon_stopped, (lanes_on_disk, lanes_in_memory)),
+        ("the engine", engine_stopped, (one_on_disk, one_in_memory)),
+        ("a trainer", trainer_stopped, (pages_on_disk, pages_in_memory)),
+    )
+    for tier, setting in zip(("disk", "memory"), settings, strict=True)
 )

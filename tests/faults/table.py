@@ -1,0 +1,209 @@
+"""The fault table of the bridge: every fault many times, real processes, every byte compared.
+
+    python -m tests.faults.table                                  # every fault 100 times
+    python -m tests.faults.table --only "kill -9" --repetitions 5
+    python -m tests.faults.table --only "full disk" --seed 7000   # one repetition again
+
+The exit status is 1 if an acknowledged row was lost, a wrong one served, a step hung, a process
+took more memory than its limit or anything else went otherwise than stated. A seed repeats the
+choices of a repetition, not the kernel's timing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tests.faults import clock, full, killed, memory, schema, stopped, tampered
+from tests.faults.fault import Fault
+from tests.faults.repeat import Row, repeat, seeds_of
+
+FAULTS: tuple[Fault, ...] = (
+    *killed.FAULTS,
+    *stopped.FAULTS,
+    *tampered.FAULTS,
+    *full.FAULTS,
+    *clock.FAULTS,
+    *schema.FAULTS,
+    *memory.FAULTS,
+)
+_MOST_TOLD = 5  # violations of a fault that are printed
+
+
+def main(
+    repetitions: Annotated[int, typer.Option(min=1, help="Of every fault.")] = 100,
+    only: Annotated[str, typer.Option(help="Faults whose name has this text.")] = "",
+    tier: Annotated[str, typer.Option(help="memory or disk; default: both.")] = "",
+    stop: Annotated[float, typer.Option(help="Seconds for which a peer is stopped.")] = 10.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Only this repetition, as the table names it.")
+    ] = None,
+    first: Annotated[int, typer.Option(help="Another number makes other choices.")] = 0,
+    scratch: Annotated[
+        Path | None, typer.Option(help="Folder of stores; default: that of temporary files.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--json", help="Where to write JSON.")] = None,
+    log: Annotated[Path, typer.Option(help="Where the processes' own words go.")] = Path(
+        "out/faults.log"
+    ),
+) -> None:
+    """Runs the fault table of the bridge and prints it."""
+    console = Console()
+    chosen = [fault for fault in FAULTS if only in fault.name and tier in fault.tier]
+    if not chosen:
+        sys.exit(f"error: no fault has {only!r} in its name and {tier!r} as its tier")
+    rows = []
+    with _stderr_to(log), _progress(console) as progress:
+        for fault in chosen:
+            seeds = seeds_of(fault, first, repetitions) if seed is None else [seed]
+            task = progress.add_task(f"{fault.name} ({fault.tier})", total=len(seeds))
+            row = repeat(
+                fault,
+                seeds,
+                stop_s=stop,
+                scratch=scratch,
+                progress=lambda task=task: progress.advance(task),  # type: ignore[misc]
+            )
+            rows.append(row)
+            _tell(progress.console, row)
+    console.print(_table(rows))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(_document(rows, repetitions, stop, first), indent=1) + "\n")
+    if any(row.violations for row in rows):
+        sys.exit(1)
+
+
+@contextmanager
+def _stderr_to(log: Path) -> Iterator[None]:
+    """Let daemons and engines, which inherit it, write to a file meanwhile."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    before = os.dup(2)
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def _tell(console: Console, row: Row) -> None:
+    """Print why a fault did not run and the seeds of what went wrong."""
+    if row.skipped:
+        console.print(f"[yellow]{row.fault.name} ({row.fault.tier}): {row.skipped}")
+    for seed, outcome in list(row.violations.items())[:_MOST_TOLD]:
+        console.print(
+            f"[red]{row.fault.name} ({row.fault.tier}), --seed {seed}: {outcome}", highlight=False
+        )
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(title="acknowledged rows lost, wrong rows served, hangs: must be 0")
+    for name in ("fault", "tier"):
+        table.add_column(name, overflow="fold")
+    for name in (
+        "repetitions",
+        "mid-work",
+        "acknowledged",
+        "compared",
+        "lost",
+        "wrong",
+        "hangs",
+        "else",
+        "memory / limit",
+        "s",
+    ):
+        table.add_column(name, justify="right")
+    for row in rows:
+        result = row.outcome
+        memory_used = result.memory and (
+            f"{result.memory.peak / 1e6:.1f} / {result.memory.limit / 1e6:.1f} MB"
+        )
+        table.add_row(
+            row.fault.name,
+            row.fault.tier,
+            *(
+                f"{value:,}"
+                for value in (
+                    row.repetitions,
+                    result.met,
+                    result.acknowledged,
+                    result.compared,
+                    result.lost,
+                    result.wrong,
+                    result.hangs,
+                    len(result.reports),
+                )
+            ),
+            memory_used or "",
+            "skipped" if row.skipped else f"{row.seconds:.0f}",
+            style="red" if row.violations else "",
+        )
+    return table
+
+
+def _document(rows: list[Row], repetitions: int, stop_s: float, first: int) -> dict[str, Any]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    packages = ("lmdb", "msgpack", "numpy", "pyzmq", "xxhash")
+    return {
+        "name": "faults",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit,
+        "command": " ".join(["python", "-m", "tests.faults.table", *sys.argv[1:]]),
+        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        "versions": {
+            "python": platform.python_version(),
+            "kernel": platform.release(),
+            **{package: version(package) for package in packages},
+        },
+        "repetitions": repetitions,
+        "stop_s": stop_s,
+        "first": first,
+        "rows": [_row(row) for row in rows],
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    result = asdict(row.outcome)
+    return {
+        "fault": row.fault.name,
+        "tier": row.fault.tier,
+        "repetitions": row.repetitions,
+        "skipped": row.skipped,
+        "promise": row.fault.promise,
+        **result,
+        "seconds": round(row.seconds, 1),
+        "violations": {str(seed): asdict(item) for seed, item in row.violations.items()},
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)
