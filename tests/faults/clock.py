@@ -105,6 +105,6 @@ def cannot_compile() -> str:
 
 
 FAULTS = tuple(
-    Fault("wall clock jumps by years", tier, clock_jumps, setting, missing=cannot_compile)
+    Fault("wall clock jumps by years", tier, clock_jumps, setting, 4, missing=cannot_compile)
     for tier, setting in (("disk", moved_on_disk), ("memory", moved_in_memory))
 )

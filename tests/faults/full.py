@@ -117,14 +117,14 @@ def _refuses(client: TraceClient) -> bool:
 
 FAULTS = (
     Fault(
-        "full disk (tmpfs of 2 or 3 MiB)", "disk", disk_full, side_by_side=4, missing=cannot_mount
+        "full disk (tmpfs of 2 or 3 MiB)", "disk", disk_full, side_by_side=6, missing=cannot_mount
     ),
-    Fault("--disk-limit reached", "disk", limit_reached, side_by_side=4),
+    Fault("--disk-limit reached", "disk", limit_reached, side_by_side=6),
     Fault(
         "full memory and full scratch disk (tmpfs)",
         "memory",
         scratch_full,
-        side_by_side=4,
+        side_by_side=6,
         missing=cannot_mount,
     ),
 )

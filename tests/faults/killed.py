@@ -24,6 +24,7 @@ from tests.faults.processes import (
 )
 from tests.faults.verifier import compare, verify
 
+_SIDE_BY_SIDE = 6
 _RESTARTED = "the daemon is restarted"
 
 
@@ -169,18 +170,30 @@ def _filled(bridge: Bridge) -> Expected:
 
 
 FAULTS = (
-    Fault("kill -9 of the daemon, the engine goes on", "disk", daemon_killed, lanes_on_disk, 4),
-    Fault("kill -9 of daemon and engine", "disk", daemon_and_engine_killed, lanes_on_disk, 4),
+    Fault(
+        "kill -9 of the daemon, the engine goes on",
+        "disk",
+        daemon_killed,
+        lanes_on_disk,
+        _SIDE_BY_SIDE,
+    ),
+    Fault(
+        "kill -9 of daemon and engine",
+        "disk",
+        daemon_and_engine_killed,
+        lanes_on_disk,
+        _SIDE_BY_SIDE,
+    ),
     Fault(
         "kill -9 of the daemon, the engine goes on",
         "memory",
         daemon_in_memory_killed,
         lanes_in_memory,
-        4,
+        _SIDE_BY_SIDE,
         promise="rows that only the killed daemon held are missing, as stated for this tier",
     ),
-    Fault("kill -9 of the engine", "disk", engine_killed, one_on_disk, 4),
-    Fault("kill -9 of the engine", "memory", engine_killed, one_in_memory, 4),
-    Fault("kill -9 of a trainer", "disk", trainer_killed, pages_on_disk, 4),
-    Fault("kill -9 of a trainer", "memory", trainer_killed, pages_in_memory, 4),
+    Fault("kill -9 of the engine", "disk", engine_killed, one_on_disk, _SIDE_BY_SIDE),
+    Fault("kill -9 of the engine", "memory", engine_killed, one_in_memory, _SIDE_BY_SIDE),
+    Fault("kill -9 of a trainer", "disk", trainer_killed, pages_on_disk, _SIDE_BY_SIDE),
+    Fault("kill -9 of a trainer", "memory", trainer_killed, pages_in_memory, _SIDE_BY_SIDE),
 )

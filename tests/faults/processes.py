@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -140,12 +140,14 @@ def ended(process: BaseProcess, end: float, what: str) -> None:
 
 @contextmanager
 def paused(pid: int) -> Iterator[None]:
-    """SIGSTOP meanwhile, then SIGCONT."""
-    os.kill(pid, signal.SIGSTOP)
+    """SIGSTOP meanwhile, then SIGCONT; nothing if the process has ended."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager

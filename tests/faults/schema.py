@@ -173,8 +173,8 @@ def _told_of_nothing(ask: Callable[[], object], reason: type[Exception]) -> Outc
 
 
 FAULTS = (
-    Fault("restart on a store of an older schema", "disk", older_store, lanes_on_disk, 4),
-    Fault("a peer of an older schema", "disk", older_peer, one_on_disk, 4),
-    Fault("a peer of an older schema", "memory", older_peer, one_in_memory, 4),
-    Fault("a daemon of an older schema", "memory", older_daemon, one_in_memory, 4),
+    Fault("restart on a store of an older schema", "disk", older_store, lanes_on_disk, 6),
+    Fault("a peer of an older schema", "disk", older_peer, one_on_disk, 6),
+    Fault("a peer of an older schema", "memory", older_peer, one_in_memory, 6),
+    Fault("a daemon of an older schema", "memory", older_daemon, one_in_memory, 6),
 )

@@ -33,6 +33,7 @@ from tests.faults.processes import (
 from tests.faults.verifier import verify
 
 _SIDE_BY_SIDE = 25
+_GRACE_S = 10.0
 
 
 def daemon_stopped(repetition: Repetition) -> Outcome:
@@ -60,7 +61,7 @@ def _refused_in_time(endpoint: str, repetition: Repetition) -> Outcome:
             outcome.reports.append("a stopped daemon answers")
         except BridgeUnreachable:
             late = time.monotonic() - started - timeout_s
-            outcome.hangs += late > repetition.stop_s  # the reason takes a second to find out
+            outcome.hangs += late > _GRACE_S  # the reason takes a second to find out
     time.sleep(max(0.0, started + repetition.stop_s - time.monotonic()))
     return outcome
 

@@ -81,10 +81,9 @@ def main(
             )
             rows.append(row)
             _tell(progress.console, row)
+            if out is not None:
+                _write(out, _document(rows, repetitions, stop, first))
     console.print(_table(rows))
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(_document(rows, repetitions, stop, first), indent=1) + "\n")
     if any(row.violations for row in rows):
         sys.exit(1)
 
@@ -166,6 +165,12 @@ def _table(rows: list[Row]) -> Table:
             style="red" if row.violations else "",
         )
     return table
+
+
+def _write(out: Path, document: dict[str, Any]) -> None:
+    """Write what there is after every fault: the whole table takes half an hour."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _document(rows: list[Row], repetitions: int, stop_s: float, first: int) -> dict[str, Any]:

@@ -134,9 +134,9 @@ def connection_cut(repetition: Repetition) -> Outcome:
 FAULTS = tuple(
     Fault(name, tier, run, setting, side_by_side)
     for name, run, side_by_side in (
-        ("truncated messages", truncated, 4),
-        ("duplicated messages", duplicated, 4),
-        ("reordered messages", reordered, 4),
+        ("truncated messages", truncated, 6),
+        ("duplicated messages", duplicated, 6),
+        ("reordered messages", reordered, 6),
         ("connections cut within messages", connection_cut, 8),
     )
     for tier, setting in (("disk", one_on_disk), ("memory", one_in_memory))
