@@ -38,7 +38,8 @@ def test_help_has_the_trace_options_in_a_group_and_all_of_sglangs() -> None:
     result = launch("--help")
     assert result.returncode == 0
     group = result.stdout[result.stdout.index("\ntrace:") :]
-    for flag in ("capture", "bridge", "bridge-keys", "bridge-http", "dir", "sites", "layers", "bits"):
+    bridge = ("bridge", "bridge-keys", "bridge-http", "dir")
+    for flag in ("capture", *bridge, "sites", "layers", "bits"):
         assert f"--trace-{flag}" in group
     for flag in ("--model-path", "--attention-backend", "--kv-cache-dtype", "trace_nvfp4"):
         assert flag in result.stdout
@@ -83,8 +84,7 @@ def test_a_combination_that_is_not_captured_is_told_with_its_reason(checkpoint: 
             "--trace-dir is for the server's own bridge",
         ),
         (
-            ["--trace-capture", "--trace-bridge", "tcp://127.0.0.1:9"]
-            + ["--trace-bridge-http", "127.0.0.1:0"],
+            ["--trace-capture", "--trace-bridge", "tcp://127.0.0.1:9", "--trace-bridge-http", "h"],
             "--trace-bridge-http is for the server's own bridge",
         ),
         (
