@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from bridge.client import TraceClient
 from tests.faults import engine, trainer
 from tests.faults.engine import Stream
 from tests.faults.expected import Expected
@@ -127,7 +128,7 @@ def trainer_killed(repetition: Repetition) -> Outcome:
     return outcome
 
 
-def some_of(client: trainer.TraceClient, repetition: Repetition, pages: Expected) -> Outcome:
+def some_of(client: TraceClient, repetition: Repetition, pages: Expected) -> Outcome:
     """Read a part of records that were acknowledged before all repetitions."""
     start = int(repetition.rng.integers(0, pages.rows - 100))
     records = client.fetch(pages.whole, start=start, stop=start + 100)

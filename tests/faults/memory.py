@@ -24,7 +24,15 @@ from tests.faults.expected import LAYOUT, Expected
 from tests.faults.fault import Fault, Repetition, nothing
 from tests.faults.killed import finish
 from tests.faults.outcome import Memory, Outcome
-from tests.faults.processes import Bridge, asking, paused, running, wait_until
+from tests.faults.processes import (
+    Bridge,
+    Lanes,
+    asking,
+    lanes_in_memory,
+    paused,
+    running,
+    wait_until,
+)
 from tests.faults.trainer import Reading
 from tests.faults.verifier import verify
 
@@ -78,36 +86,29 @@ class Watched:
         return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
 
-@contextmanager
-def empty(_folder: Path) -> Iterator[Bridge]:
-    """A daemon with room for all."""
-    with closing(Bridge(memory_limit="4GiB")) as bridge:
-        yield bridge
-
-
 def engine_while_daemon_is_stopped(overflow: Overflow, repetition: Repetition) -> Outcome:
     """Its window and no more, whether it waits or drops; what it drops is counted."""
-    bridge = repetition.setting
-    stream = repetition.stream(
-        bridge.endpoint,
-        rows=_ENGINE_ROWS,
-        rest_s=_REST_S,
-        pace_s=0.0,
-        most_rows=256,
-        window_bytes=_WINDOW,
-        overflow=overflow,
-    )
-    with running(engine.run, stream, fresh=True) as process:
-        _wait_for_hello(repetition, stream)
-        assert process.pid is not None
-        with Watched(process.pid) as watched:
-            with paused(bridge.pid):
-                time.sleep(repetition.stop_s)
-            outcome = finish(repetition, process, stream)
-    outcome.memory = watched.memory(_WINDOW * 5 // 4 + _ALLOCATOR)
-    with asking(bridge.endpoint, repetition.end) as client:
-        outcome += verify(client, stream)
-        return outcome + Outcome(met=1, reports=_miscounted(stream, overflow))
+    with repetition.setting.bridge() as bridge:
+        stream = repetition.stream(
+            bridge.endpoint,
+            rows=_ENGINE_ROWS,
+            rest_s=_REST_S,
+            pace_s=0.0,
+            most_rows=256,
+            window_bytes=_WINDOW,
+            overflow=overflow,
+        )
+        with running(engine.run, stream, fresh=True) as process:
+            _wait_for_hello(repetition, stream)
+            assert process.pid is not None
+            with Watched(process.pid) as watched:
+                with paused(bridge.pid):
+                    time.sleep(repetition.stop_s)
+                outcome = finish(repetition, process, stream)
+        outcome.memory = watched.memory(_WINDOW * 5 // 4 + _ALLOCATOR)
+        with asking(bridge.endpoint, repetition.end) as client:
+            outcome += verify(client, stream)
+    return outcome + Outcome(met=1, reports=_miscounted(stream, overflow))
 
 
 def _miscounted(stream: Stream, overflow: Overflow) -> list[str]:
@@ -208,20 +209,28 @@ def read_one_and_rest(reading: Reading) -> None:
 
 
 @contextmanager
-def pages(_folder: Path) -> Iterator[Bridge]:
-    """A daemon with a trajectory of three pages."""
-    with closing(Bridge()) as bridge:
-        fill(bridge.endpoint, _PAGES)
-        yield bridge
+def pages(_folder: Path) -> Iterator[Lanes]:
+    """Daemons with a trajectory of three pages."""
+    with closing(Lanes(_filled)) as lanes:
+        yield lanes
+
+
+def _filled() -> Bridge:
+    bridge = Bridge()
+    fill(bridge.endpoint, _PAGES)
+    return bridge
 
 
 def trainer_while_daemon_is_stopped(repetition: Repetition) -> Outcome:
     """What it asked for and the pages ahead of it, however often it asks."""
-    with _trainer(fetch_on, repetition, timeout_s=repetition.stop_s / 5) as watched:
-        time.sleep(repetition.rng.uniform(0.5, 1.0))
-        with paused(repetition.setting.pid):
+    with (
+        repetition.setting.bridge() as bridge,
+        _trainer(fetch_on, repetition, bridge, timeout_s=repetition.stop_s / 5) as watched,
+    ):
+        time.sleep(_REST_S + repetition.rng.uniform(0.5, 1.0))
+        with paused(bridge.pid):
             time.sleep(repetition.stop_s)
-        time.sleep(0.5)
+        time.sleep(_REST_S)
     # The trajectory that it lets go of only when it has the next one.
     limit = 2 * _PAGES_BYTES + _PAGES_A_CLIENT * MAX_PAGE_BYTES + _ALLOCATOR
     return Outcome(met=1, memory=watched.memory(limit))
@@ -229,19 +238,20 @@ def trainer_while_daemon_is_stopped(repetition: Repetition) -> Outcome:
 
 def trainer_that_does_not_read_on(repetition: Repetition) -> Outcome:
     """Of fifty trajectories asked for it holds the one it took and the pages ahead."""
-    with _trainer(read_one_and_rest, repetition, timeout_s=60.0) as watched:
-        time.sleep(repetition.stop_s)
+    with (
+        repetition.setting.bridge() as bridge,
+        _trainer(read_one_and_rest, repetition, bridge, timeout_s=60.0) as watched,
+    ):
+        time.sleep(_REST_S + repetition.stop_s)
     limit = _PAGES_BYTES + _PAGES_A_CLIENT * MAX_PAGE_BYTES + _ALLOCATOR
     return Outcome(met=1, memory=watched.memory(limit))
 
 
 @contextmanager
 def _trainer(
-    work: Callable[[Reading], None], repetition: Repetition, timeout_s: float
+    work: Callable[[Reading], None], repetition: Repetition, bridge: Bridge, timeout_s: float
 ) -> Iterator[Watched]:
-    reading = repetition.reading(
-        repetition.setting.endpoint, _PAGES, rest_s=_REST_S, timeout_s=timeout_s
-    )
+    reading = repetition.reading(bridge.endpoint, _PAGES, rest_s=_REST_S, timeout_s=timeout_s)
     with running(work, reading, fresh=True) as process:
         wait_until(reading.report.exists, repetition.end, "the trainer starts")
         assert process.pid is not None
@@ -261,7 +271,7 @@ FAULTS = tuple(
     Fault(f"memory: {name}", tier, run, setting, side_by_side=4, share=share)
     for name, tier, run, setting, share in (
         *(
-            (f"engine of a stopped daemon, {overflow}", "memory", run, empty, 0.1)
+            (f"engine of a stopped daemon, {overflow}", "memory", run, lanes_in_memory, 0.1)
             for overflow in Overflow
             for run in (partial(engine_while_daemon_is_stopped, overflow),)
         ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+from bridge.client import TraceClient
 from bridge.errors import BridgeUnreachable
 from tests.faults import engine, trainer
 from tests.faults.fault import Fault, Repetition
@@ -55,7 +56,7 @@ def _refused_in_time(endpoint: str, repetition: Repetition) -> Outcome:
     """Ask a stopped daemon, and wait until its stop is over."""
     started, timeout_s = time.monotonic(), repetition.stop_s / 4
     outcome = Outcome()
-    with trainer.TraceClient(endpoint, timeout_s=timeout_s) as client:
+    with TraceClient(endpoint, timeout_s=timeout_s) as client:
         try:
             client.ping()
             outcome.reports.append("a stopped daemon answers")

@@ -57,7 +57,10 @@ def main(
     scratch: Annotated[
         Path | None, typer.Option(help="Folder of stores; default: that of temporary files.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--json", help="Where to write JSON.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--json", help="Where to write JSON; rows of other faults in it stay."),
+    ] = None,
     log: Annotated[Path, typer.Option(help="Where the processes' own words go.")] = Path(
         "out/faults.log"
     ),
@@ -82,7 +85,7 @@ def main(
             rows.append(row)
             _tell(progress.console, row)
             if out is not None:
-                _write(out, _document(rows, repetitions, stop, first))
+                _write(out, _document(stop), [_row(row, first) for row in rows])
     console.print(_table(rows))
     if any(row.violations for row in rows):
         sys.exit(1)
@@ -167,13 +170,20 @@ def _table(rows: list[Row]) -> Table:
     return table
 
 
-def _write(out: Path, document: dict[str, Any]) -> None:
-    """Write what there is after every fault: the whole table takes half an hour."""
+def _write(out: Path, document: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Write what there is, after every fault: the whole table takes half an hour."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1) + "\n")
+    before = json.loads(out.read_text()) if out.exists() else {"rows": []}
+    known = {}
+    for told, its_rows in ((before, before["rows"]), (document, rows)):
+        for row in its_rows:
+            run = row.get("run") or {name: told[name] for name in ("date", "commit", "command")}
+            known[row["fault"], row["tier"]] = {**row, "run": run}
+    order = [known[key] for fault in FAULTS if (key := (fault.name, fault.tier)) in known]
+    out.write_text(json.dumps({**document, "rows": order}, indent=1) + "\n")
 
 
-def _document(rows: list[Row], repetitions: int, stop_s: float, first: int) -> dict[str, Any]:
+def _document(stop_s: float) -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -189,22 +199,19 @@ def _document(rows: list[Row], repetitions: int, stop_s: float, first: int) -> d
             "kernel": platform.release(),
             **{package: version(package) for package in packages},
         },
-        "repetitions": repetitions,
         "stop_s": stop_s,
-        "first": first,
-        "rows": [_row(row) for row in rows],
     }
 
 
-def _row(row: Row) -> dict[str, Any]:
-    result = asdict(row.outcome)
+def _row(row: Row, first: int) -> dict[str, Any]:
     return {
         "fault": row.fault.name,
         "tier": row.fault.tier,
         "repetitions": row.repetitions,
+        "first": first,
         "skipped": row.skipped,
         "promise": row.fault.promise,
-        **result,
+        **asdict(row.outcome),
         "seconds": round(row.seconds, 1),
         "violations": {str(seed): asdict(item) for seed, item in row.violations.items()},
     }
