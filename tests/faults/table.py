@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -126,44 +127,23 @@ def _tell(console: Console, row: Row) -> None:
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table(title="acknowledged rows lost, wrong rows served, hangs: must be 0")
-    for name in ("fault", "tier"):
-        table.add_column(name, overflow="fold")
-    for name in (
-        "repetitions",
-        "mid-work",
-        "acknowledged",
-        "compared",
-        "lost",
-        "wrong",
-        "hangs",
-        "else",
-        "memory / limit",
-        "s",
-    ):
-        table.add_column(name, justify="right")
+    table = Table(
+        title="acknowledged rows lost, wrong rows served, hangs, all else: must be 0",
+        caption="met: work was under way; memory: the fullest process over its limit",
+        box=box.SIMPLE,
+        padding=0,
+    )
+    table.add_column("fault", min_width=30)
+    for name in ("times", "met", "acked", "lost", "wrong", "hangs", "else", "memory", "s"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         result = row.outcome
-        memory_used = result.memory and (
-            f"{result.memory.peak / 1e6:.1f} / {result.memory.limit / 1e6:.1f} MB"
-        )
+        counts = (result.acknowledged, result.lost, result.wrong, result.hangs)
         table.add_row(
-            row.fault.name,
-            row.fault.tier,
-            *(
-                f"{value:,}"
-                for value in (
-                    row.repetitions,
-                    result.met,
-                    result.acknowledged,
-                    result.compared,
-                    result.lost,
-                    result.wrong,
-                    result.hangs,
-                    len(result.reports),
-                )
-            ),
-            memory_used or "",
+            f"{row.fault.name} ({row.fault.tier})",
+            *(f"{value:,}" for value in (row.repetitions, result.met, *counts)),
+            str(len(result.reports)),
+            f"{result.memory.ratio:.2f}" if result.memory else "",
             "skipped" if row.skipped else f"{row.seconds:.0f}",
             style="red" if row.violations else "",
         )
