@@ -36,6 +36,7 @@ class Journal:
                     "trajectory": message.trajectory,
                     "stop": message.start + len(message.tokens),
                     "state": message.state.value,
+                    "first_row": int(message.rows[0]),
                 }
             case _:
                 told = {}
@@ -60,11 +61,12 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A trajectory message: positions [0, stop) and the state."""
+    """A trajectory message: positions [0, stop), the state and the row at position 0."""
 
     seq: int
     stop: int
     state: str
+    first_row: int
 
 
 @dataclass(slots=True)
@@ -121,7 +123,7 @@ def _promise(promises: Promises, line: dict[str, Any]) -> None:
 
 
 def _told(line: dict[str, Any]) -> Told:
-    return Told(line["seq"], line["stop"], line["state"])
+    return Told(line["seq"], line["stop"], line["state"], line["first_row"])
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

@@ -231,8 +231,8 @@ def trainer_while_daemon_is_stopped(repetition: Repetition) -> Outcome:
         with paused(bridge.pid):
             time.sleep(repetition.stop_s)
         time.sleep(_REST_S)
-    # The trajectory that it lets go of only when it has the next one.
-    limit = 2 * _PAGES_BYTES + _PAGES_A_CLIENT * MAX_PAGE_BYTES + _ALLOCATOR
+    # The last answer, which it lets go of when it has the next, and a fetch that was broken off.
+    limit = 3 * _PAGES_BYTES + _PAGES_A_CLIENT * MAX_PAGE_BYTES + _ALLOCATOR
     return Outcome(met=1, memory=watched.memory(limit))
 
 
