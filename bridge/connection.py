@@ -80,7 +80,11 @@ class Connection:
                 raise BridgeUnreachable(
                     f"no bridge answers at {self._dialer.endpoint}; {self._dialer.remedy()}"
                 ) from None
-            message, answered = decode([frame.buffer for frame in frames])
+            try:
+                message, answered = decode([frame.buffer for frame in frames])
+            except CorruptMessage:
+                self._start_anew()  # whose reply it was is not known
+                raise
             if isinstance(message, Error) and answered < 0:
                 answered = seq  # the bridge could not read the number of what it refuses
             if answered in self._due:

@@ -20,7 +20,7 @@ import zmq
 from numpy.typing import ArrayLike
 
 from bridge.dialer import Dialer
-from bridge.errors import BridgeUnreachable, StoreFull, TraceError
+from bridge.errors import BridgeUnreachable, CorruptMessage, StoreFull, TraceError
 from bridge.index import UnknownEngine
 from bridge.layout import Part, RecordLayout
 from bridge.refusal import exception
@@ -37,7 +37,7 @@ from bridge.wire import (
     decode,
     encode,
 )
-from bridge.wire.envelope import Buffer
+from bridge.wire.envelope import NO_SEQ, Buffer
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,8 @@ class RecordProducer:
     ``keys`` is this client's key file (`bridge.keys`), for a bridge that serves with keys.
 
     Every message is kept until it is acknowledged and sent again after ``resend_after_s`` without
-    progress, also to a daemon that was restarted at the same endpoint, and while its store is full.
+    progress, also to a daemon that was restarted at the same endpoint, while its store is full, and
+    after damage on the way.
     At most ``window_bytes`` are kept (or one message, if larger). A call that would exceed them
     waits, or with ``Overflow.DROP`` gives up its rows, counts them in ``dropped_rows`` and tells
     the bridge how many there were; other messages, which are small, may exceed the window by a
@@ -310,7 +311,11 @@ class RecordProducer:
             self._progress_at = now
 
     def _handle(self, frames: list[bytes]) -> None:
-        message, seq = decode(frames)
+        try:
+            message, seq = decode(frames)
+        except CorruptMessage as damage:
+            log.warning("a damaged answer of the bridge counts as none: %s", damage)
+            return
         if isinstance(message, Ack):
             rows = sum(self._forget(acknowledged).rows for acknowledged in message.seqs)
             self.acknowledged_rows += rows
@@ -318,7 +323,10 @@ class RecordProducer:
         elif isinstance(message, Error):
             error = exception(message)
             if isinstance(error, UnknownEngine):
-                self._introduce_again()
+                self._begin_again()  # the daemon was restarted without our history
+            elif isinstance(error, CorruptMessage) and seq == NO_SEQ:
+                log.warning("a message was damaged on its way and is resent: %s", error)
+                self._begin_again()
             elif isinstance(error, StoreFull):
                 self._refuse(seq, error)
             else:
@@ -344,8 +352,8 @@ class RecordProducer:
         self._refused.clear()
         self._resent_at = time.monotonic()
 
-    def _introduce_again(self) -> None:
-        """Begin with the hello: the daemon was restarted without our history."""
+    def _begin_again(self) -> None:
+        """Begin with the hello, unless that was done a moment ago."""
         if time.monotonic() - self._resent_at > _HELLO_PAUSE_S:
             self._resend()
 

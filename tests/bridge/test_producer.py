@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bridge.client import TraceClient
 from bridge.embedded import EmbeddedBridge
-from bridge.errors import BridgeUnreachable, SchemaMismatch, StoreFull, TraceError
+from bridge.errors import BridgeUnreachable, CorruptMessage, SchemaMismatch, StoreFull, TraceError
 from bridge.layout import Part, RecordLayout
 from bridge.producer import Overflow, RecordProducer
 from bridge.store import MemoryStore, Store
@@ -184,6 +184,24 @@ def test_rows_that_do_not_fit_the_hello_are_a_schema_mismatch(
 
         with pytest.raises(SchemaMismatch, match="its hello says"):
             send()
+
+
+def test_what_the_bridge_cannot_accept_is_told_once_and_not_sent_again(
+    endpoint: str, layout: RecordLayout, make_rows: Callable[..., NDArray[np.uint8]]
+) -> None:
+    payload = make_rows(Part.FORWARD, [0])
+    with RecordProducer(endpoint) as producer:
+        producer.hello("e", layout)
+
+        def send() -> None:
+            producer.send_rows(Part.FORWARD, [-5], payload, "v")
+            producer.flush()
+
+        with pytest.raises(CorruptMessage, match="a row number is negative"):
+            send()
+        producer.send_rows(Part.FORWARD, [0], payload, "v")
+        producer.flush()
+        assert producer.acknowledged_rows == 1
 
 
 def test_a_memory_daemon_restarted_on_the_endpoint_gets_hello_and_unacknowledged_rows(
