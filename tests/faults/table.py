@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -71,6 +72,8 @@ def main(
     chosen = [fault for fault in FAULTS if only in fault.name and tier in fault.tier]
     if not chosen:
         sys.exit(f"error: no fault has {only!r} in its name and {tier!r} as its tier")
+    # So that what is under way is ended and no process is left behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     rows = []
     with _stderr_to(log), _progress(console) as progress:
         for fault in chosen:
