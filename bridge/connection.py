@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import zmq
 
-from bridge.dialer import Dialer
+from bridge.dialer import Dialer, queue_for_sending
 from bridge.errors import BridgeUnreachable, CorruptMessage
 from bridge.receiving import received
 from bridge.refusal import exception
@@ -34,7 +34,7 @@ class Connection:
         seq = self._next_seq
         self._next_seq += 1
         self._due[seq] = deque()
-        self._socket.send_multipart(encode(question, seq), copy=False)
+        queue_for_sending(self._socket, encode(question, seq))
         return seq
 
     def reply(self, seq: int, kind: type[Reply], end: float) -> Reply:

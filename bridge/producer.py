@@ -19,7 +19,7 @@ import numpy as np
 import zmq
 from numpy.typing import ArrayLike
 
-from bridge.dialer import Dialer
+from bridge.dialer import Dialer, queue_for_sending
 from bridge.errors import BridgeUnreachable, CorruptMessage, StoreFull, TraceError
 from bridge.index import UnknownEngine
 from bridge.layout import Part, RecordLayout
@@ -266,7 +266,7 @@ class RecordProducer:
         self._kept[self._next_seq] = message
         self._kept_bytes += message.nbytes
         self._next_seq += 1
-        self._socket.send_multipart(message.frames, copy=False)
+        queue_for_sending(self._socket, message.frames)
 
     def _make_room(self, nbytes: int, part: Part | None) -> bool:
         """Wait until the message fits the window; return False if it is to be dropped instead."""
@@ -348,7 +348,7 @@ class RecordProducer:
     def _send_refused(self) -> None:
         """Try again what the full store refused; the rest is on its way."""
         for seq in sorted(self._refused & self._kept.keys()):
-            self._socket.send_multipart(self._kept[seq].frames, copy=False)
+            queue_for_sending(self._socket, self._kept[seq].frames)
         self._refused.clear()
         self._resent_at = time.monotonic()
 
@@ -379,7 +379,7 @@ class RecordProducer:
         self._socket.close(linger=0)
         self._socket = self._dialer.dial(self._context)
         for frames in (self._hello, *(kept.frames for kept in self._kept.values())):
-            self._socket.send_multipart(frames, copy=False)
+            queue_for_sending(self._socket, frames)
         self._refused.clear()
         self._resent_at = time.monotonic()
 

@@ -43,6 +43,18 @@ def test_a_hello_to_nobody_ends_in_a_sentence_with_the_command(layout: RecordLay
         producer.hello("e", layout)
 
 
+@pytest.mark.timeout(30)
+def test_an_engine_whose_connection_was_given_up_says_it_all_over_a_new_one(
+    endpoint: str, layout: RecordLayout
+) -> None:
+    """As ZeroMQ does with one that is turned away: a plain send would wait for ever."""
+    with closing(RecordProducer(endpoint, resend_after_s=0.2)) as producer:
+        producer._socket.disconnect(endpoint)
+        producer.hello("e", layout)
+    with TraceClient(endpoint) as client:
+        assert client.stats().engines == 1
+
+
 def test_the_hello_comes_first(endpoint: str) -> None:
     with (
         closing(RecordProducer(endpoint)) as producer,
