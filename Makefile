@@ -4,7 +4,7 @@ BIN := .venv/bin
 # The demo's and tests' matrices are tiny: a second thread costs more in waiting than it computes.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo matrix unchanged test setup lint unit clean
+.PHONY: demo matrix unchanged faults test setup lint unit clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -22,6 +22,9 @@ matrix: setup  ## the demo on every pair of upstream releases with patches; writ
 unchanged: setup  ## compare the released and the patched upstreams with everything of ours off
 	$(BIN)/python -m scripts.unchanged --json out/unchanged.json
 
+faults: setup  ## the bridge's fault table, every fault 100 times (half an hour); writes out/faults.json
+	$(BIN)/python -m tests.faults.table --json out/faults.json
+
 test: lint  ## lint, types and every test that runs without a GPU
 	$(BIN)/python -m pytest
 
@@ -30,7 +33,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-unit: setup  ## the tests that start no server and no training job (about a minute)
+unit: setup  ## the tests that start no server and no training job (about two minutes)
 	$(BIN)/python -m pytest -m "not server"
 
 clean:  ## remove .venv and everything the demo and the matrix wrote

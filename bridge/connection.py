@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import zmq
 
-from bridge.dialer import Dialer
+from bridge.dialer import Dialer, queue_for_sending
 from bridge.errors import BridgeUnreachable, CorruptMessage
 from bridge.receiving import received
 from bridge.refusal import exception
@@ -34,7 +34,7 @@ class Connection:
         seq = self._next_seq
         self._next_seq += 1
         self._due[seq] = deque()
-        self._socket.send_multipart(encode(question, seq), copy=False)
+        queue_for_sending(self._socket, encode(question, seq))
         return seq
 
     def reply(self, seq: int, kind: type[Reply], end: float) -> Reply:
@@ -80,7 +80,11 @@ class Connection:
                 raise BridgeUnreachable(
                     f"no bridge answers at {self._dialer.endpoint}; {self._dialer.remedy()}"
                 ) from None
-            message, answered = decode([frame.buffer for frame in frames])
+            try:
+                message, answered = decode([frame.buffer for frame in frames])
+            except CorruptMessage:
+                self._start_anew()  # whose reply it was is not known
+                raise
             if isinstance(message, Error) and answered < 0:
                 answered = seq  # the bridge could not read the number of what it refuses
             if answered in self._due:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import zmq
@@ -11,6 +13,7 @@ import zmq
 from bridge.keys import ClientKeys
 from bridge.loopback import bound_buffers
 from bridge.wire import MAX_FRAME_BYTES
+from bridge.wire.envelope import Buffer
 
 # Which of them a side sees that expects keys of one that has none depends on who hangs up first.
 _FAILURES = (
@@ -21,6 +24,17 @@ _FAILURES = (
 _NOT_CONNECTED = zmq.EVENT_CLOSED
 _TRY_MS = 1000
 _EVENT = struct.Struct("=Hi")
+
+
+def queue_for_sending(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
+    """Hand a message to a dialled socket, whose queue has no end, without ever waiting.
+
+    ZeroMQ gives a connection up for good when the other side turns it away in its handshake; a
+    send then waits for a connection that never comes. Such a message is lost: whoever waits for an
+    answer dials anew, or says at the deadline what is wrong.
+    """
+    with suppress(zmq.Again):
+        socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
 
 class Dialer:

@@ -14,14 +14,19 @@ from typing import IO
 from bridge.errors import BridgeUnreachable
 
 READY = "bridge ready "
+STATUS_PAGE = "status page "
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedBridge:
-    """A running daemon; it also stops by itself when this process ends, however it ends."""
+    """A running daemon; it also stops by itself when this process ends, however it ends.
+
+    ``status_page`` is the URL of its status page, None without one.
+    """
 
     endpoint: str
     process: subprocess.Popen[bytes]
+    status_page: str | None = None
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Stop the daemon; what it acknowledged stays in its directory."""
@@ -45,6 +50,7 @@ def start(
     keep: int | None = None,
     max_version_diff: int | None = None,
     expire_s: int | None = None,
+    http: str | None = None,
     endpoint: str = "tcp://127.0.0.1:0",
     ready_timeout_s: float = 60.0,
 ) -> EmbeddedBridge:
@@ -60,6 +66,7 @@ def start(
         keep: RL steps kept (see TraceClient.begin_step); None keeps all.
         max_version_diff: weight versions behind the newest that are kept; None keeps all.
         expire_s: seconds without news after which an unfinished trajectory is given up.
+        http: 127.0.0.1:PORT of a status page and metrics; port 0 takes a free one.
         endpoint: where to listen instead.
         ready_timeout_s: how long to wait for it.
 
@@ -75,6 +82,7 @@ def start(
         "--keep": keep,
         "--max-version-diff": max_version_diff,
         "--expire": expire_s,
+        "--http": http,
     }
     command = [sys.executable, "-m", "bridge", "serve", "--endpoint", endpoint]
     command += ["--parent", str(os.getpid())]
@@ -83,8 +91,8 @@ def start(
             command += [option, str(value)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
     assert process.stdout is not None
-    line = _first_line(process.stdout, ready_timeout_s)
-    if not line.startswith(READY):
+    lines = _first_lines(process.stdout, 1 if http is None else 2, ready_timeout_s)
+    if not lines[0].startswith(READY):
         process.kill()
         process.wait()
         process.stdout.close()
@@ -92,18 +100,20 @@ def start(
             "the embedded bridge did not start; see its reason above and run it by hand: "
             f"python -m bridge serve --endpoint {endpoint}"
         )
-    return EmbeddedBridge(line.removeprefix(READY), process)
+    page = None if http is None else lines[1].removeprefix(STATUS_PAGE)
+    return EmbeddedBridge(lines[0].removeprefix(READY), process, page)
 
 
-def _first_line(stream: IO[bytes], timeout_s: float) -> str:
-    """Return the first line, or what there is of it at the end of the stream or of the time."""
+def _first_lines(stream: IO[bytes], count: int, timeout_s: float) -> list[str]:
+    """Return the first lines, or what there is of them at the end of the stream or of the time."""
     end = time.monotonic() + timeout_s
     received = b""
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
-        while b"\n" not in received and selector.select(max(0.0, end - time.monotonic())):
+        while received.count(b"\n") < count and selector.select(max(0.0, end - time.monotonic())):
             chunk = os.read(stream.fileno(), 4096)
             if not chunk:
                 break
             received += chunk
-    return received.partition(b"\n")[0].decode(errors="replace")
+    lines = received.decode(errors="replace").split("\n")
+    return [*lines, *[""] * count][:count]

@@ -19,8 +19,8 @@ import numpy as np
 import zmq
 from numpy.typing import ArrayLike
 
-from bridge.dialer import Dialer
-from bridge.errors import BridgeUnreachable, StoreFull, TraceError
+from bridge.dialer import Dialer, queue_for_sending
+from bridge.errors import BridgeUnreachable, CorruptMessage, StoreFull, TraceError
 from bridge.index import UnknownEngine
 from bridge.layout import Part, RecordLayout, Shard
 from bridge.refusal import exception
@@ -37,7 +37,7 @@ from bridge.wire import (
     decode,
     encode,
 )
-from bridge.wire.envelope import Buffer
+from bridge.wire.envelope import NO_SEQ, Buffer
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,8 @@ class RecordProducer:
     ``keys`` is this client's key file (`bridge.keys`), for a bridge that serves with keys.
 
     Every message is kept until it is acknowledged and sent again after ``resend_after_s`` without
-    progress, also to a daemon that was restarted at the same endpoint, and while its store is full.
+    progress, also to a daemon that was restarted at the same endpoint, while its store is full, and
+    after damage on the way.
     At most ``window_bytes`` are kept (or one message, if larger). A call that would exceed them
     waits, or with ``Overflow.DROP`` gives up its rows, counts them in ``dropped_rows`` and tells
     the bridge how many there were; other messages, which are small, may exceed the window by a
@@ -284,7 +285,7 @@ class RecordProducer:
         self._kept[self._next_seq] = message
         self._kept_bytes += message.nbytes
         self._next_seq += 1
-        self._socket.send_multipart(message.frames, copy=False)
+        queue_for_sending(self._socket, message.frames)
 
     def _make_room(self, nbytes: int, part: Part | None) -> bool:
         """Wait until the message fits the window; return False if it is to be dropped instead."""
@@ -329,7 +330,11 @@ class RecordProducer:
             self._progress_at = now
 
     def _handle(self, frames: list[bytes]) -> None:
-        message, seq = decode(frames)
+        try:
+            message, seq = decode(frames)
+        except CorruptMessage as damage:
+            log.warning("a damaged answer of the bridge counts as none: %s", damage)
+            return
         if isinstance(message, Ack):
             self._answered = True
             rows = sum(self._forget(acknowledged).rows for acknowledged in message.seqs)
@@ -338,7 +343,10 @@ class RecordProducer:
         elif isinstance(message, Error):
             error = exception(message)
             if isinstance(error, UnknownEngine):
-                self._introduce_again()
+                self._begin_again()  # the daemon was restarted without our history
+            elif isinstance(error, CorruptMessage) and seq == NO_SEQ:
+                log.warning("a message was damaged on its way and is resent: %s", error)
+                self._begin_again()
             elif isinstance(error, StoreFull):
                 self._refuse(seq, error)
             else:
@@ -360,12 +368,12 @@ class RecordProducer:
     def _send_refused(self) -> None:
         """Try again what the full store refused; the rest is on its way."""
         for seq in sorted(self._refused & self._kept.keys()):
-            self._socket.send_multipart(self._kept[seq].frames, copy=False)
+            queue_for_sending(self._socket, self._kept[seq].frames)
         self._refused.clear()
         self._resent_at = time.monotonic()
 
-    def _introduce_again(self) -> None:
-        """Begin with the hello: the daemon was restarted without our history."""
+    def _begin_again(self) -> None:
+        """Begin with the hello, unless that was done a moment ago."""
         if time.monotonic() - self._resent_at > _HELLO_PAUSE_S:
             self._resend()
 
@@ -391,7 +399,7 @@ class RecordProducer:
         self._socket.close(linger=0)
         self._socket = self._dialer.dial(self._context)
         for frames in (self._hello, *(kept.frames for kept in self._kept.values())):
-            self._socket.send_multipart(frames, copy=False)
+            queue_for_sending(self._socket, frames)
         self._refused.clear()
         self._resent_at = time.monotonic()
 

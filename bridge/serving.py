@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bridge.daemon import Daemon
 from bridge.daemon.heap import keep_freed_memory
-from bridge.embedded import READY
+from bridge.embedded import READY, STATUS_PAGE
 from bridge.errors import TraceError
 from bridge.keys import BridgeKeys
 from bridge.observe.logs import Event, Logging, event
@@ -81,7 +81,7 @@ def serve_until_stopped(
             stop = StopSignal(parent)
             print(f"{READY}{daemon.endpoint}", flush=True)
             if url is not None:
-                print(f"status page {url}", flush=True)
+                print(f"{STATUS_PAGE}{url}", flush=True)
             ready = event(Event.DAEMON_READY, endpoint=daemon.endpoint, store=store.tier, http=url)
             log.info("serving %s at %s", store.tier, daemon.endpoint, extra=ready)
             daemon.run(stop)

@@ -100,6 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Key file for --trace-bridge, made by `python -m bridge keys`.",
     )
     group.add_argument(
+        "--trace-bridge-http",
+        metavar="127.0.0.1:PORT",
+        help="Serve a status page and /metrics of the server's own bridge here.",
+    )
+    group.add_argument(
         "--trace-dir",
         metavar="DIR",
         help="Where the server's own bridge keeps its records. Default: in memory.",

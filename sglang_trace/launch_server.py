@@ -110,7 +110,7 @@ def bridge_for(options: argparse.Namespace) -> Iterator[str]:
 
     Raises:
         BridgeUnreachable: none answers at --trace-bridge, or the own one did not start.
-        InvalidOption: --trace-dir together with --trace-bridge, or keys without it.
+        InvalidOption: an option of the own bridge together with --trace-bridge, or keys without it.
         InvalidKeys: the key file cannot be used.
     """
     keys = options.trace_bridge_keys
@@ -118,6 +118,11 @@ def bridge_for(options: argparse.Namespace) -> Iterator[str]:
         if options.trace_dir is not None:
             raise InvalidOption(
                 "--trace-dir is for the server's own bridge: give --dir to the bridge at "
+                "--trace-bridge instead."
+            )
+        if options.trace_bridge_http is not None:
+            raise InvalidOption(
+                "--trace-bridge-http is for the server's own bridge: give --http to the bridge at "
                 "--trace-bridge instead."
             )
         with TraceClient(options.trace_bridge, keys=keys, timeout_s=BRIDGE_TIMEOUT_S) as client:
@@ -129,8 +134,10 @@ def bridge_for(options: argparse.Namespace) -> Iterator[str]:
             "--trace-bridge-keys is for another machine's bridge: name it with --trace-bridge; "
             "the server's own bridge is on loopback and needs no keys."
         )
-    own = embedded.start(options.trace_dir)
-    print(f"bridge ready {own.endpoint}", flush=True)
+    own = embedded.start(options.trace_dir, http=options.trace_bridge_http)
+    print(f"{embedded.READY}{own.endpoint}", flush=True)
+    if own.status_page is not None:
+        print(f"{embedded.STATUS_PAGE}{own.status_page}", flush=True)
     try:
         yield own.endpoint
     finally:

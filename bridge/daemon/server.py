@@ -42,9 +42,9 @@ from bridge.wire import (
     Policy,
     Pong,
     Stats,
-    decode,
 )
-from bridge.wire.envelope import NO_SEQ
+from bridge.wire.codec import parsed
+from bridge.wire.envelope import NO_SEQ, unseal
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,9 @@ class Daemon:
     def _handle(self, peer: bytes, frames: list[memoryview]) -> None:
         seq = NO_SEQ
         try:
-            message, seq = decode(frames)
+            envelope = unseal(frames)
+            seq = envelope.seq  # of what is intact and refused all the same
+            message = parsed(envelope)
             if isinstance(message, Ingested):
                 self._ingest.take(peer, message, seq)
             elif isinstance(message, LARGELY_ANSWERED) and not self._outbox.has_room(peer):

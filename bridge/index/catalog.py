@@ -96,7 +96,7 @@ class Catalog:
                 self.blocks.put(number, engine.number, part, version, self.step, told.row_bytes)
                 engine.place(told, number)
             case Trajectory():
-                self._merge(told, engine, number)
+                self._merge(told, engine, seq, number)
             case WeightDigests():
                 self.digests.put(told, number, self.step)
             case Dropped():
@@ -171,15 +171,20 @@ class Catalog:
         others = self._trajectory_bytes + self._name_bytes + self.digests.nbytes
         return engines + self.blocks.nbytes() + others
 
-    def _merge(self, told: Trajectory, engine: Engine, number: int) -> None:
+    def _merge(self, told: Trajectory, engine: Engine, seq: int, number: int) -> None:
         trajectory = self.trajectories.get(told.trajectory)
         if trajectory is None:
             trajectory = self.trajectories[told.trajectory] = TrajectoryMap()
         else:
             self._trajectory_bytes -= trajectory.nbytes()
             self.states[trajectory.state] -= 1
-        self.states[told.state] += 1
-        trajectory.merge(told.start, told.tokens, told.rows, engine.number, told.state)
+        last_engine, last_seq = trajectory.last
+        if last_engine == engine.number and seq < last_seq:
+            trajectory.merge_late(told.start, told.tokens, told.rows, engine.number)
+        else:
+            trajectory.merge(told.start, told.tokens, told.rows, engine.number, told.state)
+            trajectory.last = (engine.number, seq)
+        self.states[trajectory.state] += 1
         trajectory.entries.append(number)
         trajectory.step, trajectory.told_at = self.step, time.monotonic()
         self._trajectory_bytes += trajectory.nbytes()

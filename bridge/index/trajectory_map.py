@@ -3,6 +3,9 @@
 Why existing entries win on the common prefix: their rows produced the tokens that were sampled.
 A retracted request, a later turn or a resumed rollout computes the same tokens again into new
 rows; those are other activations than the ones the policy acted on.
+
+Messages of an engine can arrive in another order than it sent them: what a full store or a damaged
+connection refused is sent again after what it took meanwhile.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ _OBJECT_BYTES = 1024  # the object, its name and three array heads
 class TrajectoryMap:
     """tokens int32 [T], engines int32 [T] (index, -1 for none), rows int64 [T] (-1 for none).
 
+    ``last`` is the engine that told it last and the highest sequence number of what it told.
     ``entries`` are the store's entries that told it, ``step`` the RL step and ``told_at`` the
     monotonic time of the last of them.
     """
@@ -35,6 +39,7 @@ class TrajectoryMap:
         self.rows: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self.state = TrajectoryState.OPEN
         self.revision = 0
+        self.last = (-1, -1)
         self.entries: list[int] = []
         self.step = 0
         self.told_at = 0.0
@@ -77,6 +82,33 @@ class TrajectoryMap:
         self.rows[start + common : stop] = rows_N[common:]
         self.engines[start + common : stop] = np.where(rows_N[common:] < 0, -1, engine)
         self.state = state
+        self.revision += 1
+
+    def merge_late(
+        self, start: int, tokens_N: NDArray[np.int32], rows_N: NDArray[np.int64], engine: int
+    ) -> None:
+        """Merge what ``engine`` sent before something that is merged already.
+
+        As if it had come in time: of two rows of the engine for one token the one computed first
+        stays, which has the lower number. Nothing that was replaced since comes back.
+        """
+        known = self.tokens[start : start + len(tokens_N)]
+        told = tokens_N[: len(known)]
+        differs = np.flatnonzero((known != told) & (known != UNKNOWN_TOKEN))
+        if len(differs):
+            common = int(differs[0])
+        elif start <= len(self):
+            common = len(tokens_N)
+            self._resize(max(start + common, len(self)))
+        else:
+            common = 0  # what stands in between may have been replaced
+        here = slice(start, start + common)
+        rows, held = rows_N[:common], self.rows[here]
+        first = (held == MISSING_ROW) | ((self.engines[here] == engine) & (rows < held))
+        fill = np.flatnonzero(first & (rows != MISSING_ROW))
+        self.tokens[here] = tokens_N[:common]
+        self.rows[start + fill] = rows[fill]
+        self.engines[start + fill] = engine
         self.revision += 1
 
     def _resize(self, length: int) -> None:

@@ -29,6 +29,7 @@ _PAGE = 4096
 _SMALLEST_LIMIT = 1 << 20
 _DISK_MARGIN = 1 << 20
 _DROPS_A_COMMIT = 256
+_REPLAYED_BYTES = 4 << 20
 _number = struct.Struct(">Q")
 
 
@@ -222,14 +223,32 @@ class DiskStore:
             yield read
 
     def replay(self) -> Iterator[tuple[int, bytes]]:
-        """Yield (number, header) of every entry, oldest first."""
+        """Yield (number, header) of every entry, oldest first.
+
+        No transaction is open while the caller has one: LMDB has 126 places for readers, and a
+        generator that nobody reads to its end would keep one.
+        """
+        headers = self._headers(0)
+        while headers:
+            yield from headers
+            headers = self._headers(headers[-1][0] + 1)
+
+    def _headers(self, first: int) -> list[tuple[int, bytes]]:
+        """Return entries from number ``first`` on, a few MiB of them."""
+        found: list[tuple[int, bytes]] = []
+        nbytes = 0
         with (
             _readable(self.directory),
             self._env.begin(self._tables[b"journal"]) as txn,
             txn.cursor() as cursor,
         ):
-            for key, header in cursor:
-                yield _number.unpack(key)[0], header
+            more = cursor.set_range(_number.pack(first))
+            while more and nbytes < _REPLAYED_BYTES:
+                key, header = cursor.item()
+                found.append((_number.unpack(key)[0], header))
+                nbytes += _space(len(header))
+                more = cursor.next()
+        return found
 
     def reserve(self, index_bytes: int) -> None:
         """Do nothing: the index lies in memory."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from bridge.errors import CorruptMessage
 from bridge.wire import answer, census, fetch, ingest, observe, retention
-from bridge.wire.envelope import Buffer, seal, unseal
+from bridge.wire.envelope import Buffer, Envelope, seal, unseal
 from bridge.wire.message import Message
 
 MESSAGES: dict[str, type[Message]] = {
@@ -54,9 +54,14 @@ def decode(frames: Sequence[Buffer]) -> tuple[Message, int]:
         CorruptMessage: anything else that is not one of our messages, whole and unaltered.
     """
     envelope = unseal(frames)
+    return parsed(envelope), envelope.seq
+
+
+def parsed(envelope: Envelope) -> Message:
+    """Return the message of an intact envelope; raises as `decode` does."""
     kind = MESSAGES.get(envelope.kind)
     if kind is None:
         raise CorruptMessage(
             "a message of unknown type; install the same sglang-trace version on both sides"
         )
-    return kind.parse(envelope), envelope.seq
+    return kind.parse(envelope)

@@ -351,6 +351,15 @@ def test_no_bridge_ends_in_a_sentence_with_the_command() -> None:
         client.ping()
 
 
+@pytest.mark.timeout(30)
+def test_a_client_whose_connection_was_given_up_says_so_and_goes_on(endpoint: str) -> None:
+    with TraceClient(endpoint, timeout_s=0.3) as client:
+        client._connection._socket.disconnect(endpoint)
+        with pytest.raises(BridgeUnreachable):
+            client.ping()
+        client.ping()
+
+
 def test_a_client_goes_on_after_a_timeout(client: TraceClient) -> None:
     with pytest.raises(BridgeUnreachable):
         client.fetch("t", timeout_s=1e-9)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bridge.client import TraceClient
 from bridge.embedded import EmbeddedBridge
-from bridge.errors import BridgeUnreachable, SchemaMismatch, StoreFull, TraceError
+from bridge.errors import BridgeUnreachable, CorruptMessage, SchemaMismatch, StoreFull, TraceError
 from bridge.layout import Part, RecordLayout
 from bridge.producer import Overflow, RecordProducer
 from bridge.store import MemoryStore, Store
@@ -41,6 +41,18 @@ def test_a_hello_to_nobody_ends_in_a_sentence_with_the_command(layout: RecordLay
         pytest.raises(BridgeUnreachable, match=f"python -m bridge serve --endpoint {NOBODY}"),
     ):
         producer.hello("e", layout)
+
+
+@pytest.mark.timeout(30)
+def test_an_engine_whose_connection_was_given_up_says_it_all_over_a_new_one(
+    endpoint: str, layout: RecordLayout
+) -> None:
+    """As ZeroMQ does with one that is turned away: a plain send would wait for ever."""
+    with closing(RecordProducer(endpoint, resend_after_s=0.2)) as producer:
+        producer._socket.disconnect(endpoint)
+        producer.hello("e", layout)
+    with TraceClient(endpoint) as client:
+        assert client.stats().engines == 1
 
 
 def test_the_hello_comes_first(endpoint: str) -> None:
@@ -184,6 +196,24 @@ def test_rows_that_do_not_fit_the_hello_are_a_schema_mismatch(
 
         with pytest.raises(SchemaMismatch, match="its hello says"):
             send()
+
+
+def test_what_the_bridge_cannot_accept_is_told_once_and_not_sent_again(
+    endpoint: str, layout: RecordLayout, make_rows: Callable[..., NDArray[np.uint8]]
+) -> None:
+    payload = make_rows(Part.FORWARD, [0])
+    with RecordProducer(endpoint) as producer:
+        producer.hello("e", layout)
+
+        def send() -> None:
+            producer.send_rows(Part.FORWARD, [-5], payload, "v")
+            producer.flush()
+
+        with pytest.raises(CorruptMessage, match="a row number is negative"):
+            send()
+        producer.send_rows(Part.FORWARD, [0], payload, "v")
+        producer.flush()
+        assert producer.acknowledged_rows == 1
 
 
 def test_a_memory_daemon_restarted_on_the_endpoint_gets_hello_and_unacknowledged_rows(

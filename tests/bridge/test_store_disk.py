@@ -91,6 +91,20 @@ def test_a_full_disk_refuses_in_one_sentence_and_loses_nothing(small_disk: Path)
     store.close()
 
 
+def test_replays_that_nobody_reads_to_the_end_take_no_place_of_a_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bridge.store.disk._REPLAYED_BYTES", 1)  # a transaction an entry
+    store = DiskStore(tmp_path, LIMIT)
+    store.append([Entry(name) for name in (b"one", b"two", b"three")])
+    half_read = [store.replay() for _ in range(500)]
+    assert {next(replay) for replay in half_read} == {(0, b"one")}
+    store.drop([1])
+    assert list(half_read[0]) == list(half_read[1]) == [(2, b"three")]
+    assert list(store.replay()) == [(0, b"one"), (2, b"three")]
+    store.close()
+
+
 def test_a_row_that_stands_in_the_place_of_another_is_missing(
     tmp_path: Path,
     layout: RecordLayout,

@@ -6,9 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.index import TrajectoryMap
-from bridge.wire import TrajectoryState
+from bridge.index import Catalog, TrajectoryMap
+from bridge.layout import ModelShape, RecordLayout, Site
+from bridge.wire import Hello, Trajectory, TrajectoryState
 
+LAYOUT = RecordLayout(ModelShape(1, 64, 32, 8, 2, 1, 16, (0,), (0,)), (0,), (Site.FC1,))
 OPEN, FINISHED = TrajectoryState.OPEN, TrajectoryState.FINISHED
 
 
@@ -140,3 +142,39 @@ def test_parts_of_one_history_may_arrive_in_any_order(
     for begin, end in parts:
         _merge(shuffled, tokens[begin:end], list(range(begin, end)), begin)
     assert _content(shuffled) == _content(in_order)
+
+
+@st.composite
+def _growing_histories(draw: st.DrawFn) -> list[tuple[list[int], list[int]]]:
+    """(tokens, rows) of an engine's messages: grown, computed again, other from some token on."""
+    messages: list[tuple[list[int], list[int]]] = []
+    tokens: list[int] = []
+    fresh, row = 100, 0
+    for _ in range(draw(st.integers(1, 6))):
+        kept = draw(st.integers(0, len(tokens)) | st.just(len(tokens)))
+        grown = draw(st.integers(1, 4))
+        tokens = tokens[:kept] + list(range(fresh, fresh + grown))
+        fresh += grown
+        rows = [row + at if draw(st.booleans()) else -1 for at in range(len(tokens))]
+        row += len(tokens)
+        messages.append((tokens, rows))
+    return messages
+
+
+@given(_growing_histories(), st.data())
+def test_messages_of_an_engine_give_the_same_history_in_any_order(
+    messages: list[tuple[list[int], list[int]]], data: st.DataObject
+) -> None:
+    def told(order: list[int]) -> tuple[list[tuple[int, int, int]], TrajectoryState]:
+        catalog = Catalog()
+        catalog.apply(Hello("e", LAYOUT), 0, 0)
+        for number, at in enumerate(order, start=1):
+            state = FINISHED if at == len(messages) - 1 else OPEN
+            tokens, rows = messages[at]
+            columns = np.array(tokens, dtype=np.int32), np.array(rows, dtype=np.int64)
+            catalog.apply(Trajectory("e", "t", 0, *columns, state), at + 1, number)
+        trajectory = catalog.trajectories["t"]
+        return _content(trajectory), trajectory.state
+
+    in_order = list(range(len(messages)))
+    assert told(data.draw(st.permutations(in_order))) == told(in_order)

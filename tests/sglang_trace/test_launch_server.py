@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from sglang_trace import launch_server
+from sglang_trace.config import add_arguments
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +38,8 @@ def test_help_has_the_trace_options_in_a_group_and_all_of_sglangs() -> None:
     result = launch("--help")
     assert result.returncode == 0
     group = result.stdout[result.stdout.index("\ntrace:") :]
-    for flag in ("capture", "bridge", "bridge-keys", "dir", "sites", "layers", "bits"):
+    bridge = ("bridge", "bridge-keys", "bridge-http", "dir")
+    for flag in ("capture", *bridge, "sites", "layers", "bits"):
         assert f"--trace-{flag}" in group
     for flag in ("--model-path", "--attention-backend", "--kv-cache-dtype", "trace_nvfp4"):
         assert flag in result.stdout
@@ -84,6 +88,10 @@ def test_a_combination_that_is_not_captured_is_told_with_its_reason(checkpoint: 
             "--trace-dir is for the server's own bridge",
         ),
         (
+            ["--trace-capture", "--trace-bridge", "tcp://127.0.0.1:9", "--trace-bridge-http", "h"],
+            "--trace-bridge-http is for the server's own bridge",
+        ),
+        (
             ["--trace-capture", "--trace-bridge-keys", "k"],
             "--trace-bridge-keys is for another machine's bridge",
         ),
@@ -94,6 +102,19 @@ def test_options_that_would_do_nothing_are_refused(
 ) -> None:
     assert launch_server.main([*arguments, "--model-path", "x"]) == 1
     assert f"error: {sentence}" in capsys.readouterr().err
+
+
+def test_the_servers_own_bridge_shows_its_status_where_it_is_told_to(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = parser.parse_args(["--trace-capture", "--trace-bridge-http", "127.0.0.1:0"])
+    with launch_server.bridge_for(options) as endpoint:
+        ready, page = capsys.readouterr().out.splitlines()
+        assert ready == f"bridge ready {endpoint}"
+        with urllib.request.urlopen(page.removeprefix("status page ") + "metrics") as answer:
+            assert f'trace_bridge_info{{endpoint="{endpoint}"' in answer.read().decode()
 
 
 def test_an_unpatched_sglang_is_told_with_the_command_that_mends_it(
