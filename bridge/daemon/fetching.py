@@ -6,7 +6,7 @@ ranks share rows, W = bytes of a row of the reply.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,6 +25,9 @@ from bridge.wire import Fetch, FetchReply, PageRows
 MAX_PAGE_BYTES = 8 << 20
 _LAST_POSITIONS = 1024
 
+# Positions [N] of a page, ascending, and what the ranks of their engine sent of their rows.
+_Shared = tuple[NDArray[np.intp], Shares]
+
 
 @dataclass(frozen=True, slots=True)
 class _Found:
@@ -32,13 +35,12 @@ class _Found:
 
     places    PLACE [T] of rows that one rank sent whole
     versions  the weight version of every row, int32 [T]
-    shared    of every engine whose ranks share rows: where in the page they are, int [N] ascending,
-              and what was sent of them
+    shared    rows of every engine whose ranks share them
     """
 
     places: NDArray[np.void]
     versions: NDArray[np.int32]
-    shared: tuple[tuple[NDArray[np.intp], Shares], ...]
+    shared: tuple[_Shared, ...]
 
 
 class Fetching:
@@ -161,12 +163,22 @@ class Fetching:
         step = max(1, PIECE_BYTES // width)
         for begin in range(0, len(found.places), step):
             places_P = found.places[begin : begin + step]
-            rows_PW, valid_P = self._gather.rows(full.row_bytes(part), columns, places_P)
-            for at_N, shares in found.shared:
-                first, last = at_N.searchsorted([begin, begin + step]).tolist()
-                at = at_N[first:last] - begin
-                rows_PW[at], valid_P[at] = self._joining.rows(shares[first:last], reduced)
+            shared = list(_between(found.shared, begin, begin + step))
+            if len(shared) == 1 and len(shared[0][0]) == len(places_P):
+                rows_PW, valid_P = self._joining.rows(shared[0][1], reduced)
+            else:
+                rows_PW, valid_P = self._gather.rows(full.row_bytes(part), columns, places_P)
+                for at, shares in shared:
+                    rows_PW[at], valid_P[at] = self._joining.rows(shares, reduced)
             yield Piece(begin, valid_P, rows_PW if valid_P.all() else rows_PW[valid_P])
+
+
+def _between(shared: Iterable[_Shared], begin: int, end: int) -> Iterator[_Shared]:
+    """Yield what there is of positions [begin, end), counted from ``begin``."""
+    for at_N, shares in shared:
+        first, last = at_N.searchsorted([begin, end]).tolist()
+        if first < last:
+            yield at_N[first:last] - begin, shares[first:last]
 
 
 @lru_cache(maxsize=64)

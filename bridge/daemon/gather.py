@@ -74,12 +74,15 @@ class Gather:
     ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
         """Return all rows at PLACE [N] at once, uint8 [N, S], and which are valid, bool [N].
 
-        Other rows are zero.
+        Other rows are zero. If there are none, the rows may be read only.
         """
+        pieces = list(self.pieces(row_bytes, columns, places_N))
+        if len(pieces) == 1 and pieces[0].valid.all():
+            return pieces[0].rows, pieces[0].valid
         selected = sum(column.stop - column.start for column in columns)
         rows_NS = np.zeros((len(places_N), selected), dtype=np.uint8)
         valid_N = np.zeros(len(places_N), dtype=np.bool_)
-        for piece in self.pieces(row_bytes, columns, places_N):
+        for piece in pieces:
             at = slice(piece.begin, piece.begin + len(piece.valid))
             valid_N[at] = piece.valid
             rows_NS[at][piece.valid] = piece.rows
