@@ -354,7 +354,7 @@ def test_no_bridge_ends_in_a_sentence_with_the_command() -> None:
 @pytest.mark.timeout(30)
 def test_a_client_whose_connection_was_given_up_says_so_and_goes_on(endpoint: str) -> None:
     with TraceClient(endpoint, timeout_s=0.3) as client:
-        client._connection._socket.disconnect(endpoint)
+        client._connections[0]._socket.disconnect(endpoint)
         with pytest.raises(BridgeUnreachable):
             client.ping()
         client.ping()
