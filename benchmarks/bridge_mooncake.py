@@ -31,6 +31,7 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.bridge_throughput import Load, loads
+from benchmarks.command_line import command_line
 from bridge.mooncake_pool import POOL_READY
 from bridge.store import Entry, MooncakeStore, Wanted
 
@@ -226,7 +227,7 @@ def main(
         "name": "bridge_mooncake",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit,
-        "command": " ".join(["python", "-m", "benchmarks.bridge_mooncake", *sys.argv[1:]]),
+        "command": command_line("benchmarks.bridge_mooncake"),
         "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
         "versions": {
             package: version(package)

@@ -11,7 +11,6 @@ import os
 import platform
 import statistics
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from datetime import UTC, datetime
@@ -24,6 +23,7 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.bridge_throughput import LAYOUTS
+from benchmarks.command_line import command_line
 from bridge import embedded
 from bridge.client import TraceClient
 from bridge.layout import Part, RecordLayout, TensorSlice
@@ -119,7 +119,7 @@ def main(
         "name": "bridge_ranks",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit,
-        "command": " ".join(["python", "-m", "benchmarks.bridge_ranks", *sys.argv[1:]]),
+        "command": command_line("benchmarks.bridge_ranks"),
         "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
         "load_average": os.getloadavg()[0],
         "versions": {package: version(package) for package in ("pyzmq", "numpy", "xxhash")},

@@ -19,7 +19,6 @@ import platform
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -43,6 +42,7 @@ from benchmarks.bridge_peers import (
     resident_bytes,
     write_and_sync,
 )
+from benchmarks.command_line import command_line
 from bridge import embedded
 from bridge.client import TraceClient
 from bridge.cost import PUBLISHED
@@ -363,7 +363,7 @@ def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "name": "bridge_throughput",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "command": " ".join(["python", "-m", "benchmarks.bridge_throughput", *sys.argv[1:]]),
+        "command": command_line("benchmarks.bridge_throughput"),
         "device": f"{platform.machine()} CPU",
         "versions": {name: version(name) for name in ("pyzmq", "lmdb", "numpy", "xxhash")},
         "rows": rows,

@@ -11,7 +11,6 @@ import json
 import platform
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from datetime import UTC, datetime
@@ -23,6 +22,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.command_line import command_line
 from examples.demo import rollout
 from examples.demo.pipeline import CAPTURE, FULL_CAPTURE, SERVER_FLAGS
 from examples.demo.server import Server
@@ -71,7 +71,7 @@ def result(times: dict[str, list[float]], new_tokens: int) -> dict[str, Any]:
         "name": "capture_cpu",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit,
-        "command": " ".join(["python", "-m", "benchmarks.capture_cpu", *sys.argv[1:]]),
+        "command": command_line("benchmarks.capture_cpu"),
         "device": f"{platform.machine()} CPU",
         "versions": {name: version(name) for name in ("sglang", "torch")},
         "rows": [

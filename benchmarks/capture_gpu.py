@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -37,6 +36,7 @@ import numpy as np
 import torch
 import typer
 
+from benchmarks.command_line import command_line
 from benchmarks.gpu_timing import git_commit
 from benchmarks.qwen3_30b_a3b import CONFIG, write_model
 from bridge import embedded
@@ -269,7 +269,7 @@ def report(rows: list[dict[str, Any]], commit: str, layers: int) -> dict[str, An
         "name": "capture_gpu",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit,
-        "command": " ".join(["python", "-m", "benchmarks.capture_gpu", *sys.argv[1:]]),
+        "command": command_line("benchmarks.capture_gpu"),
         "device": torch.cuda.get_device_name(),
         "versions": {name: version(name) for name in ("sglang", "torch", "triton")},
         "layers": layers,

@@ -29,6 +29,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.command_line import command_line
 from benchmarks.decode_engine import ROW
 from benchmarks.gpu_timing import git_commit
 from benchmarks.qwen3_30b_a3b import TINY, write_model
@@ -151,7 +152,7 @@ def report(rows: list[dict[str, Any]], commit: str, **more: Any) -> dict[str, An
         "name": NAME,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit,
-        "command": " ".join(["python", "-m", f"benchmarks.{NAME}", *sys.argv[1:]]),
+        "command": command_line(f"benchmarks.{NAME}"),
         "device": torch.cuda.get_device_name() if on_gpu else "CPU",
         "versions": {name: version(name) for name in ("sglang", "torch", "triton")},
         "filled": "KV pool filled with random content, not prefilled; no scheduler, no HTTP",

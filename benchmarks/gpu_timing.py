@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
 import triton
+
+from benchmarks.command_line import command_line
 
 Call = Callable[[int], object]
 
@@ -85,7 +86,7 @@ def result(name: str, table: Table, commit: str, **more: Any) -> dict[str, Any]:
         "name": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit,
-        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "command": command_line(f"benchmarks.{name}"),
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
         "copy_gb_per_s": round(table.rate),

@@ -22,6 +22,7 @@ import torch
 import typer
 from torch import Tensor
 
+from benchmarks.command_line import command_line
 from bridge.fp4 import block_scales, encode_e4m3, quantize_nvfp4, token_scale
 from bridge.low_scales import LOW_SCALE_MASK, read_low_scales
 
@@ -89,7 +90,7 @@ def main(
         "name": "low_scales",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit,
-        "command": " ".join(["python -m benchmarks.low_scales", *sys.argv[1:]]),
+        "command": command_line("benchmarks.low_scales"),
         "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
         "versions": {"torch": version("torch")},
         "rows": table,

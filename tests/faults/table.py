@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.command_line import command_line
 from tests.faults import clock, full, killed, memory, schema, stopped, tampered
 from tests.faults.fault import Fault
 from tests.faults.repeat import Row, repeat, seeds_of
@@ -175,7 +176,7 @@ def _document(stop_s: float) -> dict[str, Any]:
         "name": "faults",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit,
-        "command": " ".join(["python", "-m", "tests.faults.table", *sys.argv[1:]]),
+        "command": command_line("tests.faults.table"),
         "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
         "versions": {
             "python": platform.python_version(),
