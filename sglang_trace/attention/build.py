@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+from bridge.errors import TraceError
+
 SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = (
     "-std=c++17",
@@ -27,7 +29,7 @@ _FLAGS = (
 )
 
 
-class KernelBuildError(RuntimeError):
+class KernelBuildError(TraceError):
     """A kernel cannot be compiled here."""
 
 
@@ -35,7 +37,7 @@ def load(source: str, constants: Mapping[str, int]) -> ctypes.CDLL:
     """Return the library of ``csrc/source`` with ``constants`` as macros, compiled if need be.
 
     Raises:
-        KernelBuildError: there is no nvcc, or it refuses the source.
+        KernelBuildError: there is no nvcc, it refuses the source, or the library cannot be kept.
     """
     macros = [f"-D{name}={value}" for name, value in sorted(constants.items())]
     text = (SOURCES / source).read_bytes()
@@ -49,14 +51,21 @@ def load(source: str, constants: Mapping[str, int]) -> ctypes.CDLL:
 
 def _compile(command: list[str], library: Path) -> None:
     """Compile beside the final name and rename, so that ranks may do it at the same time."""
-    library.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KernelBuildError(
+            f"compiled kernels cannot be kept in {library.parent} ({error.strerror}); set "
+            "XDG_CACHE_HOME to a folder that can be written"
+        ) from error
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
         done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
         if done.returncode:
             raise KernelBuildError(
-                f"nvcc cannot compile {command[-1]}; the command was {' '.join(command)} and it "
-                f"said: {(done.stderr or done.stdout).strip()[-2000:]}"
+                f"nvcc cannot compile {command[-1]}; put one of CUDA 12.4 or later on PATH or set "
+                f"CUDA_HOME; the command was {' '.join(command)} and it said: "
+                f"{(done.stderr or done.stdout).strip()[-2000:]}"
             )
         made.replace(library)
 

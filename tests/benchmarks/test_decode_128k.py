@@ -168,7 +168,7 @@ def test_the_reason_is_the_last_error_of_a_log() -> None:
 
 
 @pytest.mark.server
-@pytest.mark.skipif(version("sglang") != GPU_RELEASE, reason="the release that runs on a GPU")
+@pytest.mark.skipif(version("sglang") != GPU_RELEASE, reason=f"drives sglang {GPU_RELEASE}")
 def test_a_tiny_engine_decodes_from_a_filled_pool_and_every_row_is_held(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     decode_128k.main(

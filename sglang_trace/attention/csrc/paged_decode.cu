@@ -13,7 +13,7 @@
 // so every thread reads its share of a row as one vector and Q and O are permuted instead.
 //
 // Work: the tiles of all requests form one list, which is cut into equal pieces, one for each CTA
-// (stream-K). A CTA's share of a request is a partial result with its own maximum and sum in the
+// (stream-K). A CTA's share of a request is a partial result with its own reference and sum in the
 // slot `cta + request`, which no two shares have in common; `merge` adds them up.
 //
 // Legend: B requests, H KV heads, HQ query heads, D head size, T tokens of a tile, G CTAs.
@@ -56,7 +56,7 @@ constexpr float kOperandScale = 64.f;
 // that is 2^9 ahead: FP16 then neither overflows nor loses what is above 2^-30 of the largest.
 constexpr float kProbabilityShift = 6.f;
 constexpr float kLargestExponent = 15.f;
-constexpr float kNoMaximum = -1e30f;
+constexpr float kNoReference = -1e30f;
 
 struct Request {
   int number;   // of the batch
@@ -76,7 +76,7 @@ struct Arguments {
   const void* rows;               // [B] row of the table, int32 or int64
   const void* lengths;            // [B] keys, int32 or int64
   float* partial;                 // [slots, shares, HQ, D], unnormalised
-  float* sums;                    // [slots, shares, HQ, 2]: maximum (log2) and sum
+  float* sums;                    // [slots, shares, HQ, 2]: reference (log2) and sum
   int* starts;                    // [B + 1] first tile of each request
   __nv_bfloat16* out;             // [B, HQ, D]
   long long table_stride;
@@ -400,7 +400,7 @@ struct Loader {
 struct State {
   uint32_t q[NT][2 * kKeyWords][2];   // Q^T as B operand, column g
   float output[D / 16][NT][4];        // O^T: rows g and g + 8, columns 2t and 2t + 1
-  float maximum[NT][2];               // of columns 2t and 2t + 1, in log2
+  float reference[NT][2];             // of columns 2t and 2t + 1: their largest score, or a little less, in log2
   float sum[NT][2];                   // of this thread's tokens
   float factor[NT][2];                // accumulated score -> log2 of a probability
 };
@@ -441,7 +441,7 @@ __device__ __forceinline__ void begin(State& state, const Arguments& args, const
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       state.factor[n][c] = __shfl_sync(~0u, down, 4 * (2 * t + c)) * (args.score_scale * kOperandScale);
-      state.maximum[n][c] = kNoMaximum;
+      state.reference[n][c] = kNoReference;
       state.sum[n][c] = 0.f;
     }
 #pragma unroll
@@ -570,9 +570,9 @@ __device__ __forceinline__ void raise(State& state, const float (&s)[SUB][NT][4]
       for (int distance = 4; distance < 32; distance *= 2) {
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
       }
-      const float now = fmaxf(state.maximum[n][c], largest * state.factor[n][c]);
-      scale[c] = power_of_two(state.maximum[n][c] - now);
-      state.maximum[n][c] = now;
+      const float now = fmaxf(state.reference[n][c], largest * state.factor[n][c]);
+      scale[c] = power_of_two(state.reference[n][c] - now);
+      state.reference[n][c] = now;
       state.sum[n][c] *= scale[c];
     }
 #pragma unroll
@@ -588,7 +588,7 @@ __device__ __forceinline__ float exponents(float (&e)[SUB][NT][4], const State& 
   float largest = -INFINITY;
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
-    const float shift[2] = {kProbabilityShift - state.maximum[n][0], kProbabilityShift - state.maximum[n][1]};
+    const float shift[2] = {kProbabilityShift - state.reference[n][0], kProbabilityShift - state.reference[n][1]};
 #pragma unroll
     for (int sub = 0; sub < SUB; ++sub) {
 #pragma unroll
@@ -662,7 +662,7 @@ __device__ __forceinline__ void finish(State& state, const Arguments& args, int 
       const int member = n * 8 + 2 * t + c;
       if (member >= GQ) continue;
       if (g == 0) {
-        args.sums[2 * (first + member)] = state.maximum[n][c];
+        args.sums[2 * (first + member)] = state.reference[n][c];
         args.sums[2 * (first + member) + 1] = sum;
       }
       float* out = args.partial + (first + member) * D + g * (D / 8);
@@ -762,16 +762,16 @@ __global__ void __launch_bounds__(kThreads, CTAS_PER_SM) attend_tiles(const Argu
   finish(state, args, cta + request.number, share, head_block * HB + head);
 }
 
-// A partial result: output, relative to 2^maximum, and the sum of its probabilities.
+// A partial result: output, relative to 2^reference, and the sum of its probabilities.
 struct Partial {
   float4 output;
-  float maximum, sum;
+  float reference, sum;
 };
 
 __device__ __forceinline__ void add(Partial& to, const Partial& more) {
-  const float now = fmaxf(to.maximum, more.maximum);
-  const float before = power_of_two(to.maximum - now), after = power_of_two(more.maximum - now);
-  to.maximum = now;
+  const float now = fmaxf(to.reference, more.reference);
+  const float before = power_of_two(to.reference - now), after = power_of_two(more.reference - now);
+  to.reference = now;
   to.sum = to.sum * before + more.sum * after;
   to.output.x = to.output.x * before + more.output.x * after;
   to.output.y = to.output.y * before + more.output.y * after;
@@ -788,7 +788,7 @@ __device__ __forceinline__ void add_teams(Partial& own) {
     other.output.y = __shfl_xor_sync(~0u, own.output.y, distance);
     other.output.z = __shfl_xor_sync(~0u, own.output.z, distance);
     other.output.w = __shfl_xor_sync(~0u, own.output.w, distance);
-    other.maximum = __shfl_xor_sync(~0u, own.maximum, distance);
+    other.reference = __shfl_xor_sync(~0u, own.reference, distance);
     other.sum = __shfl_xor_sync(~0u, own.sum, distance);
     add(own, other);
   }
@@ -804,7 +804,7 @@ __global__ void __launch_bounds__(1024) merge(const Arguments args) {
   cudaGridDependencySynchronize();
   const long long total = args.starts[args.batch], ctas = min(static_cast<long long>(args.ctas), total);
   const long long from = args.starts[request], to = args.starts[request + 1];
-  Partial own = {make_float4(0.f, 0.f, 0.f, 0.f), kNoMaximum, 0.f};
+  Partial own = {make_float4(0.f, 0.f, 0.f, 0.f), kNoReference, 0.f};
   if (to > from) {
     // A CTA begins at tile cta * total / ctas: the last one that begins at or before a tile has it.
     const long long low = ((from + 1) * ctas - 1) / total, high = (to * ctas - 1) / total;
@@ -816,7 +816,7 @@ __global__ void __launch_bounds__(1024) merge(const Arguments args) {
         const long long at = min(part + i * teams, end - 1) * static_cast<long long>(args.kv_heads * GQ) + head;
         const float2 sums = reinterpret_cast<const float2*>(args.sums)[at];
         read[i].output = *reinterpret_cast<const float4*>(args.partial + at * D + columns);
-        read[i].maximum = sums.x;
+        read[i].reference = sums.x;
         read[i].sum = sums.y;
       }
 #pragma unroll
@@ -829,7 +829,7 @@ __global__ void __launch_bounds__(1024) merge(const Arguments args) {
   if (threadIdx.x % 32 < kTeam) warps[threadIdx.x / 32][threadIdx.x % kTeam] = own;
   __syncthreads();
   if (threadIdx.x >= 32) return;
-  own = {make_float4(0.f, 0.f, 0.f, 0.f), kNoMaximum, 0.f};
+  own = {make_float4(0.f, 0.f, 0.f, 0.f), kNoReference, 0.f};
   for (int i = team; i < blockDim.x / 32; i += 32 / kTeam) add(own, warps[i][threadIdx.x % kTeam]);
   add_teams(own);
   if (threadIdx.x >= kTeam) return;
@@ -842,6 +842,9 @@ __global__ void __launch_bounds__(1024) merge(const Arguments args) {
 int shared_bytes(int max_batch) { return kStages * kStage + (max_batch + 1) * 4; }
 
 }  // namespace
+
+// What the caller's structure must measure.
+extern "C" int paged_decode_argument_bytes() { return sizeof(Arguments); }
 
 // Both return a CUDA error code, 0 if all is well.
 extern "C" int paged_decode_prepare(int max_batch, int* ctas_per_sm, int* shares) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_trace.attention import build
+from sglang_trace.attention.decode import _Arguments
 
 SOURCE = 'extern "C" int answer() { return ANSWER; }\n'
 
@@ -62,6 +64,15 @@ def test_nothing_half_made_is_left_by_a_failure(compiler: Path, tmp_path: Path) 
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
+def test_a_cache_that_cannot_be_written_is_named(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(build.KernelBuildError, match="set XDG_CACHE_HOME"):
+        build.load("answer.cu", {"ANSWER": 1})
+
+
 def test_without_nvcc_the_error_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,4 +91,7 @@ def test_the_kernel_itself_compiles_where_there_is_nvcc() -> None:
     assert subprocess.run(["nvcc", "--version"], capture_output=True).returncode == 0
     constants = {"HEAD_DIM": 128, "HEADS": 4, "GROUP": 8}
     constants |= {"SUB_TILES": 2, "STAGES": 3, "CTAS_PER_SM": 2}
-    assert build.load("paged_decode.cu", constants).paged_decode
+    library = build.load("paged_decode.cu", constants)
+    assert library.paged_decode
+    # Python hands the kernel its arguments as one structure, which both sides write down.
+    assert library.paged_decode_argument_bytes() == ctypes.sizeof(_Arguments)
