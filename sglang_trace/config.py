@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import asdict, dataclass
+import uuid
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from bridge.errors import TraceError
@@ -52,7 +53,7 @@ class TraceConfig:
     on_overflow: Overflow = Overflow.BLOCK
     failure_file: str = ""
     bridge_keys: str = ""
-    run: str = ""
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def layout(self, shape: ModelShape) -> RecordLayout:
         """Return the record layout for a model."""

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,7 +94,6 @@ def capture_and_serve(options: argparse.Namespace, server_arguments: list[str]) 
             on_overflow=options.trace_on_overflow,
             failure_file=str(Path(scratch) / "failure"),
             bridge_keys=options.trace_bridge_keys or "",
-            run=uuid.uuid4().hex,
         )
         status = serve(server_arguments, config.to_environment())
         failure = Path(config.failure_file)

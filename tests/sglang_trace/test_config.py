@@ -58,6 +58,12 @@ def test_the_configuration_survives_the_environment(monkeypatch: pytest.MonkeyPa
     assert TraceConfig.from_environment() == config
 
 
+def test_every_configuration_names_a_run_of_its_own() -> None:
+    first, second = TraceConfig("tcp://127.0.0.1:1"), TraceConfig("tcp://127.0.0.1:1")
+    assert first.run
+    assert first.run != second.run
+
+
 def test_without_the_variable_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     assert TraceConfig.from_environment() is None
