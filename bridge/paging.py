@@ -14,8 +14,9 @@ from bridge.pages import Page, join
 from bridge.records import TrajectoryRecords
 from bridge.wire import Fetch, FetchReply, PageRows
 
-_PAGES_AHEAD = 3
-_TRAJECTORIES_AHEAD = 3
+# An answer that is on its way has a place in memory that is lent (`bridge.region.PLACES`).
+_PAGES_AHEAD = 2
+_TRAJECTORIES_AHEAD = 2
 
 
 class _Changed(Exception):
@@ -57,12 +58,14 @@ class Paging:
             row_bytes = page.layout.row_bytes(part)
             at, end = 0, len(page.tokens) if row_bytes else 0
             while at < end:
-                piece = self.connection.reply(seq, PageRows, self.end)
-                after = at + len(piece.valid)
-                next_ones = (piece.part, piece.begin) == (part, at) and after <= end
-                if not next_ones or piece.rows.shape[1] != row_bytes:
-                    raise CorruptMessage("rows arrived that are not next in a page; fetch again")
-                yield piece
+                with self.connection.rows(seq, self.end) as piece:
+                    after = at + len(piece.valid)
+                    next_ones = (piece.part, piece.begin) == (part, at) and after <= end
+                    if not next_ones or piece.rows.shape[1] != row_bytes:
+                        raise CorruptMessage(
+                            "rows arrived that are not next in a page; fetch again"
+                        )
+                    yield piece
                 at = after
 
     def _one(self, fetch: Fetch, first: int) -> TrajectoryRecords:
@@ -90,7 +93,7 @@ class Paging:
                     wanted = replace(fetch, start=start, stop=min(stop, start + step))
                     asked.append(self.connection.say(wanted))
                 yield Page(page, self.rows(page, asked[0]))
-                self.connection.forget([asked.popleft()])
+                self.connection.finish(asked.popleft())
                 if not asked:
                     return
                 page = self.connection.reply(asked[0], FetchReply, self.end)

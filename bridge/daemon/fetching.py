@@ -13,14 +13,15 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.daemon.gather import PIECE_BYTES, Gather, Piece
+from bridge.daemon.gather import PIECE_BYTES, Gather
 from bridge.daemon.joining import Joining, Shares
+from bridge.daemon.regions import Landing
 from bridge.errors import UnknownTrajectory
 from bridge.index import Catalog, Engine, TrajectoryMap
 from bridge.index.grouping import groups
 from bridge.layout import LayoutError, Part, RecordLayout, Site, TensorSlice
 from bridge.layout.selection import selection
-from bridge.wire import Fetch, FetchReply, PageRows
+from bridge.wire import Fetch, FetchReply, PageRows, PlacedRows
 
 MAX_PAGE_BYTES = 8 << 20
 _LAST_POSITIONS = 1024
@@ -51,10 +52,13 @@ class Fetching:
         self._gather = gather
         self._joining = Joining(catalog.blocks, gather)
 
-    def answer(self, fetch: Fetch) -> Iterator[FetchReply | PageRows]:
+    def answer(
+        self, fetch: Fetch, landing: Landing | None = None
+    ) -> Iterator[FetchReply | PageRows | PlacedRows]:
         """Yield the first page of [start, stop); the client asks on from where it ends.
 
         Its rows are read as they are asked for, so that the pieces before them can be on their way.
+        With a ``landing`` for one of them at least they are written there.
 
         Raises:
             UnknownTrajectory: no engine told of the trajectory.
@@ -72,11 +76,13 @@ class Fetching:
         )
         stop = len(trajectory) if fetch.stop is None else min(fetch.stop, len(trajectory))
         start = min(fetch.start, stop)
-        page = _page(start, stop, reduced)
+        if landing is not None and landing.nbytes < reduced.bytes_per_token():
+            landing = None
+        page = _page(start, stop, reduced, landing)
         found = {part: self._find(part, trajectory, page, engine) for part in Part}
         yield self._head(fetch.trajectory, page, engine, reduced, found)
         for part in Part:
-            yield from self._rows(part, found[part], engine.hello.layout, reduced)
+            yield from self._rows(part, found[part], engine.hello.layout, reduced, landing)
 
     def _reference_engine(self, trajectory: TrajectoryMap) -> Engine:
         """Return the engine whose layout the reply has: the last one that computed a row."""
@@ -138,23 +144,28 @@ class Fetching:
         )
 
     def _rows(
-        self, part: Part, found: _Found, full: RecordLayout, reduced: RecordLayout
-    ) -> Iterator[PageRows]:
+        self,
+        part: Part,
+        found: _Found,
+        full: RecordLayout,
+        reduced: RecordLayout,
+        landing: Landing | None,
+    ) -> Iterator[PageRows | PlacedRows]:
         """Yield the rows of one part in the pieces in which they are read."""
-        pieces = self._mixed if found.shared else self._single
-        for piece in pieces(part, found, full, reduced):
-            yield PageRows(part, piece.begin, piece.valid, piece.rows)
-
-    def _single(
-        self, part: Part, found: _Found, full: RecordLayout, reduced: RecordLayout
-    ) -> Iterator[Piece]:
-        """Yield rows that came as they are."""
-        columns = selection(full, reduced, part)
-        return self._gather.pieces(full.row_bytes(part), columns, found.places)
+        if found.shared:
+            for rows in self._mixed(part, found, full, reduced):
+                yield rows if landing is None else landing.take(rows)
+            return
+        columns, width = selection(full, reduced, part), reduced.row_bytes(part)
+        for piece in self._gather.pieces(full.row_bytes(part), columns, found.places):
+            if landing is None:
+                yield PageRows(part, piece.begin, piece.valid, piece.rows(width))
+            else:
+                yield landing.put(part, piece.begin, piece.valid, width, piece.views)
 
     def _mixed(
         self, part: Part, found: _Found, full: RecordLayout, reduced: RecordLayout
-    ) -> Iterator[Piece]:
+    ) -> Iterator[PageRows]:
         """Yield rows of which some are joined from what several ranks sent."""
         width = reduced.row_bytes(part)
         if width == 0:
@@ -170,7 +181,7 @@ class Fetching:
                 rows_PW, valid_P = self._gather.rows(full.row_bytes(part), columns, places_P)
                 for at, shares in shared:
                     rows_PW[at], valid_P[at] = self._joining.rows(shares, reduced)
-            yield Piece(begin, valid_P, rows_PW if valid_P.all() else rows_PW[valid_P])
+            yield PageRows(part, begin, valid_P, rows_PW if valid_P.all() else rows_PW[valid_P])
 
 
 def _between(shared: Iterable[_Shared], begin: int, end: int) -> Iterator[_Shared]:
@@ -198,8 +209,9 @@ def _sites(sites: tuple[str, ...] | None) -> tuple[Site, ...] | None:
         raise LayoutError(f"{error}; ask for some of {', '.join(Site)}") from error
 
 
-def _page(start: int, stop: int, reduced: RecordLayout) -> slice:
-    positions = max(1, MAX_PAGE_BYTES // (reduced.bytes_per_token() + 32))
+def _page(start: int, stop: int, reduced: RecordLayout, landing: Landing | None) -> slice:
+    room = MAX_PAGE_BYTES if landing is None else landing.nbytes
+    positions = max(1, room // (reduced.bytes_per_token() + 32))
     return slice(start, min(stop, start + positions))
 
 

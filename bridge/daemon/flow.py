@@ -8,7 +8,7 @@ from bridge.errors import TraceError
 from bridge.index import Told
 from bridge.layout import Part
 from bridge.observe.histogram import Durations
-from bridge.wire import Block, PageRows
+from bridge.wire import Block, PageRows, PlacedRows
 
 
 class Flow:
@@ -30,10 +30,10 @@ class Flow:
             self.rows_received[told.part] += len(told.rows)
             self.bytes_received[told.part] += len(told.rows) * told.row_bytes
 
-    def send(self, piece: PageRows) -> None:
+    def send(self, piece: PageRows | PlacedRows) -> None:
         """Count the rows and record bytes of a part of a page; missing rows have neither."""
-        self.rows_sent[piece.part] += len(piece.rows)
-        self.bytes_sent[piece.part] += piece.rows.nbytes
+        self.rows_sent[piece.part] += piece.count
+        self.bytes_sent[piece.part] += piece.nbytes
 
     def refuse(self, error: TraceError) -> None:
         """Count a message that is answered with an error."""

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,11 +35,18 @@ _STRIDED_ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """P rows asked for from the one at ``begin`` on: bool [P], and the valid ones, uint8 [V, S]."""
+    """P rows asked for from the one at ``begin`` on: bool [P], and the bytes of the valid ones.
+
+    They stand in ``views``, one after the other, until the next piece is read.
+    """
 
     begin: int
     valid: NDArray[np.bool_]
-    rows: NDArray[np.uint8]
+    views: Iterable[memoryview]
+
+    def rows(self, row_bytes: int) -> NDArray[np.uint8]:
+        """Return the rows joined: uint8 [V, S]."""
+        return np.frombuffer(b"".join(self.views), dtype=np.uint8).reshape(-1, row_bytes)
 
 
 class Gather:
@@ -61,13 +69,10 @@ class Gather:
         step = max(1, PIECE_BYTES // selected)
         begins = range(0, len(places_N), step)
         valid_N = places_N["block"] >= 0
-        runs, bounds = _runs(places_N, valid_N, begins)
-        with self._store.reader(Wanted(row_bytes, runs)) as read:
-            for begin, (first, end) in zip(begins, pairwise(bounds), strict=True):
-                rows = self._intact(read, row_bytes, runs[first:end], valid_N)
-                cut = rows if selected == row_bytes else _cut(rows, row_bytes, columns)
-                rows_VS = np.frombuffer(b"".join(cut), dtype=np.uint8).reshape(-1, selected)
-                yield Piece(begin, valid_N[begin : begin + step], rows_VS)
+        runs = _Runs.of(places_N, valid_N, begins)
+        for begin, rows in zip(begins, self._read(runs, row_bytes, valid_N), strict=True):
+            cut = rows if selected == row_bytes else _cut(rows, row_bytes, columns)
+            yield Piece(begin, valid_N[begin : begin + step], cut)
 
     def rows(
         self, row_bytes: int, columns: Sequence[slice], places_N: NDArray[np.void]
@@ -76,17 +81,48 @@ class Gather:
 
         Other rows are zero. If there are none, the rows may be read only.
         """
-        pieces = list(self.pieces(row_bytes, columns, places_N))
-        if len(pieces) == 1 and pieces[0].valid.all():
-            return pieces[0].rows, pieces[0].valid
         selected = sum(column.stop - column.start for column in columns)
-        rows_NS = np.zeros((len(places_N), selected), dtype=np.uint8)
+        rows_NS: NDArray[np.uint8] | None = None
         valid_N = np.zeros(len(places_N), dtype=np.bool_)
-        for piece in pieces:
+        for piece in self.pieces(row_bytes, columns, places_N):
+            if len(piece.valid) == len(places_N) and piece.valid.all():
+                return piece.rows(selected), piece.valid
+            if rows_NS is None:
+                rows_NS = np.zeros((len(places_N), selected), dtype=np.uint8)
             at = slice(piece.begin, piece.begin + len(piece.valid))
             valid_N[at] = piece.valid
-            rows_NS[at][piece.valid] = piece.rows
+            rows_NS[at][piece.valid] = piece.rows(selected)
+        if rows_NS is None:
+            rows_NS = np.zeros((len(places_N), selected), dtype=np.uint8)
         return rows_NS, valid_N
+
+    def _read(
+        self, runs: _Runs, row_bytes: int, valid_N: NDArray[np.bool_]
+    ) -> Iterator[list[memoryview]]:
+        """Yield views that hold the rows of each piece; mark what is lost."""
+        views = self._in_memory(runs, row_bytes)
+        if views is not None:
+            for first, end in pairwise(runs.bounds):
+                yield views[first:end]
+            return
+        listed = runs.listed()
+        with self._store.reader(Wanted(row_bytes, listed)) as read:
+            for first, end in pairwise(runs.bounds):
+                yield self._intact(read, row_bytes, listed[first:end], valid_N)
+
+    def _in_memory(self, runs: _Runs, row_bytes: int) -> list[memoryview] | None:
+        """Return a view a run, None unless all of them are whole and beyond doubt."""
+        payloads = self._store.in_memory(runs.blocks.tolist())
+        if payloads is None:
+            return None
+        begins = runs.offsets.astype(np.int64) * row_bytes
+        lengths = runs.counts * row_bytes
+        ends = (begins + lengths).tolist()
+        views = [
+            payload[begin:end]
+            for payload, begin, end in zip(payloads, begins.tolist(), ends, strict=True)
+        ]
+        return views if sum(map(len, views)) == lengths.sum() else None
 
     def _intact(
         self, read: Reader, row_bytes: int, runs: Sequence[Run], valid_N: NDArray[np.bool_]
@@ -133,23 +169,38 @@ class Gather:
             )
 
 
-def _runs(
-    places_N: NDArray[np.void], held_N: NDArray[np.bool_], begins: range
-) -> tuple[list[Run], list[int]]:
-    """Return the runs of held rows, none of which crosses the begin of a piece, and their bounds.
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Runs of held rows, none of which crosses the begin of a piece.
 
-    The runs of piece i are those from bounds[i] to bounds[i + 1].
+    blocks, offsets   the entry of a run and the place of its first row there
+    starts, counts    its first row among those asked for, and how many there are
+    bounds            the runs of piece i are those from bounds[i] to bounds[i + 1]
     """
-    blocks, offsets = places_N["block"], places_N["offset"]
-    breaks_N = np.empty(len(places_N), dtype=np.bool_)
-    breaks_N[1:] = (blocks[1:] != blocks[:-1]) | (offsets[1:] != offsets[:-1] + np.uint32(1))
-    breaks_N[:: begins.step] = True
-    starts, counts = stretches(breaks_N)
-    held = held_N[starts]
-    starts = starts[held]
-    columns = (blocks[starts], offsets[starts], starts, counts[held])
-    bounds: list[int] = starts.searchsorted([*begins, len(places_N)]).tolist()
-    return list(zip(*(column.tolist() for column in columns), strict=True)), bounds
+
+    blocks: NDArray[np.int32]
+    offsets: NDArray[np.uint32]
+    starts: NDArray[np.intp]
+    counts: NDArray[np.intp]
+    bounds: list[int]
+
+    @classmethod
+    def of(cls, places_N: NDArray[np.void], held_N: NDArray[np.bool_], begins: range) -> Self:
+        """Find the runs of rows at PLACE [N]; ``held_N`` says which rows are held."""
+        blocks, offsets = places_N["block"], places_N["offset"]
+        breaks_N = np.empty(len(places_N), dtype=np.bool_)
+        breaks_N[1:] = (blocks[1:] != blocks[:-1]) | (offsets[1:] != offsets[:-1] + np.uint32(1))
+        breaks_N[:: begins.step] = True
+        starts, counts = stretches(breaks_N)
+        held = held_N[starts]
+        starts = starts[held]
+        bounds: list[int] = starts.searchsorted([*begins, len(places_N)]).tolist()
+        return cls(blocks[starts], offsets[starts], starts, counts[held], bounds)
+
+    def listed(self) -> list[Run]:
+        """Return the runs one by one."""
+        columns = (self.blocks, self.offsets, self.starts, self.counts)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _cut(

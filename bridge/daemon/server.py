@@ -16,6 +16,7 @@ from bridge.daemon.ingest import Ingest, Ingested
 from bridge.daemon.monitor import Monitor
 from bridge.daemon.outbox import Outbox
 from bridge.daemon.queries import Census
+from bridge.daemon.regions import Regions
 from bridge.daemon.retention import Retention
 from bridge.endpoint import EndpointInUse, Reach, checked_endpoint
 from bridge.errors import CorruptMessage, TraceError
@@ -39,6 +40,7 @@ from bridge.wire import (
     PageRows,
     Pin,
     Ping,
+    PlacedRows,
     Policy,
     Pong,
     Stats,
@@ -100,6 +102,7 @@ class Daemon:
         self._flow = Flow()
         self._ingest = Ingest(store, catalog, self._flow, self._outbox.send)
         self._fetching = Fetching(catalog, gather)
+        self._regions = Regions()
         self._retention = Retention(store, catalog, policy or Policy())
         self._census = Census(
             store,
@@ -122,6 +125,7 @@ class Daemon:
             self._answer_waiting()
             self.monitor.look()
             self._retention.look()
+            self._regions.look()
 
     def turn(self) -> None:
         """Handle what has arrived, up to a bound, and commit it."""
@@ -160,7 +164,7 @@ class Daemon:
 
     def _answer(self, peer: bytes, message: Message, seq: int) -> None:
         try:
-            for reply in self._replies(message):
+            for reply in self._replies(peer, message):
                 self._outbox.send(peer, reply, seq)
         except TraceError as error:
             self._refuse(peer, error, seq)
@@ -180,12 +184,13 @@ class Daemon:
             else:
                 self._waiting.append((peer, question, seq))
 
-    def _replies(self, message: Message) -> Iterator[Message]:
+    def _replies(self, peer: bytes, message: Message) -> Iterator[Message]:
         if not isinstance(message, Fetch):
             yield self._reply(message)
             return
-        for reply in self._fetching.answer(message):
-            if isinstance(reply, PageRows):
+        landing = self._regions.landing(peer, message.place)
+        for reply in self._fetching.answer(message, landing):
+            if isinstance(reply, PageRows | PlacedRows):
                 self._flow.send(reply)
             yield reply
 

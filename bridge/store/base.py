@@ -99,6 +99,9 @@ class Store(Protocol):
         A payload holds the wanted rows of its entry at least, and all rows if none are wanted.
         """
 
+    def in_memory(self, numbers: Iterable[int]) -> list[memoryview] | None:
+        """Return the payloads of these entries if only this process can reach them all, or None."""
+
     def drop(self, numbers: Sequence[int]) -> None:
         """Give up entries; their space is used again. Unknown numbers are passed over."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -42,6 +42,10 @@ class CachedStore:
         below = (run for run in wanted.runs if self._recent.get(run[0]) is None)
         with self._durable.reader(replace(wanted, runs=below)) as durable:
             yield lambda number: self._recent.get(number) or durable(number)
+
+    def in_memory(self, numbers: Iterable[int]) -> list[memoryview] | None:
+        """Return the payloads of all these entries if memory holds them all."""
+        return self._recent.views(numbers)
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Give up entries in both tiers."""

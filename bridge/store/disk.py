@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -162,6 +162,10 @@ class DiskStore:
             f"writing to the store in {self.directory} failed ({error}); "
             "check the disk or serve from another --dir"
         )
+
+    def in_memory(self, numbers: Iterable[int]) -> list[memoryview] | None:
+        """Return nothing: files can change behind the daemon's back."""
+        return None
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Delete entries, a few hundred a transaction, also when limit or disk is reached."""

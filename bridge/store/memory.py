@@ -6,7 +6,7 @@ space then: the index is in memory too, so nothing of it outlives the process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from bridge.errors import StoreFull
@@ -49,6 +49,10 @@ class MemoryStore:
             return
         with self._spill.reader() as on_disk:
             yield lambda number: self._payloads.get(number) or on_disk(number)
+
+    def in_memory(self, numbers: Iterable[int]) -> list[memoryview] | None:
+        """Return the payloads of all these entries if none of them is spilled."""
+        return self._payloads.views(numbers)
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Give up entries."""

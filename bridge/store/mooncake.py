@@ -100,6 +100,10 @@ class MooncakeStore:
         with self._notes() as note:
             yield PoolReader(self._pool, note, wanted)
 
+    def in_memory(self, numbers: Iterable[int]) -> list[memoryview] | None:
+        """Return nothing: the pool is memory of other processes."""
+        return None
+
     def drop(self, numbers: Sequence[int]) -> None:
         """Give up entries; those that the pool does not remove now are tried again next time."""
         numbers = [*self._undropped, *numbers]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView
+from collections.abc import ItemsView, Iterable
 
 from bridge.store.base import Held
 from bridge.wire.envelope import Buffer
@@ -17,7 +17,8 @@ class Payloads:
 
     def __init__(self) -> None:
         self._held: dict[int, Held] = {}
-        self.get = self._held.get  # asked for every row that is read
+        self._views: dict[int, memoryview] = {}  # the same once more: asked for with every row
+        self.get = self._held.get
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -25,8 +26,16 @@ class Payloads:
 
     def put(self, number: int, payload: Buffer) -> None:
         """Hold a payload under a new number."""
-        self._held[number] = Held(memoryview(_owned(payload)))
+        held = self._held[number] = Held(memoryview(_owned(payload)))
+        self._views[number] = held.payload
         self.nbytes += cost(payload)
+
+    def views(self, numbers: Iterable[int]) -> list[memoryview] | None:
+        """Return the payloads of all these numbers, None unless all of them are held."""
+        try:
+            return list(map(self._views.__getitem__, numbers))
+        except KeyError:
+            return None
 
     def oldest(self) -> int:
         """Return the number that was put first."""
@@ -41,12 +50,14 @@ class Payloads:
         held = self._held.pop(number, None)
         if held is None:
             return False
+        del self._views[number]
         self.nbytes -= cost(held.payload)
         return True
 
     def clear(self) -> None:
         """Let go of everything."""
         self._held.clear()
+        self._views.clear()
         self.nbytes = 0
 
 

@@ -12,7 +12,7 @@ from bridge.wire.census import (
 )
 from bridge.wire.codec import MESSAGES, decode, encode
 from bridge.wire.envelope import MAX_FRAME_BYTES, SCHEMA_VERSION
-from bridge.wire.fetch import Fetch, FetchReply, PageRows
+from bridge.wire.fetch import Fetch, FetchReply, PageRows, Place, PlacedRows
 from bridge.wire.ingest import (
     Block,
     Dropped,
@@ -49,6 +49,8 @@ __all__ = [
     "PageRows",
     "Pin",
     "Ping",
+    "Place",
+    "PlacedRows",
     "Policy",
     "Pong",
     "Rows",

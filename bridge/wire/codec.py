@@ -27,6 +27,7 @@ MESSAGES: dict[str, type[Message]] = {
         fetch.Fetch,
         fetch.FetchReply,
         fetch.PageRows,
+        fetch.PlacedRows,
         census.List,
         census.ListReply,
         census.Digests,

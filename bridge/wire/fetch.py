@@ -10,7 +10,8 @@ bytes of a row of the part in the page's layout.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -36,13 +37,47 @@ from bridge.wire.ingest import (
 from bridge.wire.message import HeaderOnly, frames_of
 
 MAX_SITES = 64
+MAX_REGION_BYTES = 128 << 20
+_MAX_PROCESS = 1 << 31
+_KEY_CHARS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Bytes of a region of memory that a client lends for the rows of one answer.
+
+    A bridge of the same machine finds the region as descriptor ``fd`` of process ``pid``, and
+    knows by its ``key`` that it is the one that is meant (`bridge.region`).
+    """
+
+    pid: int
+    fd: int
+    key: str
+    offset: int
+    nbytes: int
+
+    def body(self) -> dict[str, Any]:
+        """Return the fields as a map."""
+        return asdict(self)
+
+    @classmethod
+    def parse(cls, fields: Fields) -> Self:
+        """Build from a map of a header."""
+        return cls(
+            fields.integer("pid", 1, _MAX_PROCESS),
+            fields.integer("fd", 0, _MAX_PROCESS),
+            fields.text("key", _KEY_CHARS),
+            fields.integer("offset", 0, MAX_REGION_BYTES),
+            fields.integer("nbytes", 1, MAX_REGION_BYTES),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch(HeaderOnly):
     """Ask for positions [start, stop) of a trajectory; None means all layers, sites, positions.
 
-    ``tensor_slice`` is which values of fc2, K and V to send.
+    ``tensor_slice`` is which values of fc2, K and V to send. With a ``place`` the page is no
+    larger than fits there, and its rows are `PlacedRows` if the bridge can write to it.
     """
 
     KIND: ClassVar[str] = "fetch"
@@ -53,6 +88,7 @@ class Fetch(HeaderOnly):
     layers: tuple[int, ...] | None = None
     sites: tuple[str, ...] | None = None
     tensor_slice: TensorSlice = ALL_VALUES
+    place: Place | None = None
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -63,6 +99,7 @@ class Fetch(HeaderOnly):
             "layers": None if self.layers is None else list(self.layers),
             "sites": None if self.sites is None else list(self.sites),
             "tensor_slice": self.tensor_slice.to_dict(),
+            "place": None if self.place is None else self.place.body(),
         }
 
     @classmethod
@@ -77,6 +114,7 @@ class Fetch(HeaderOnly):
             fields.optional_integers("layers", 0, MAX_LAYERS - 1),
             fields.optional_texts("sites", MAX_SITES),
             _parsed_slice(fields),
+            None if fields.body.get("place") is None else _parsed_place(fields),
         )
 
 
@@ -171,6 +209,16 @@ class PageRows:
     valid: NDArray[np.bool_]
     rows: NDArray[np.uint8]
 
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return len(self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return self.rows.nbytes
+
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
         return {"part": self.part.value, "begin": self.begin, "row_bytes": self.rows.shape[1]}
@@ -192,6 +240,66 @@ class PageRows:
             valid_P,
             array(rows_frame, np.uint8, (int(np.count_nonzero(valid_P)), row_bytes)),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRows:
+    """`PageRows` whose ``rows`` stand in the place that the question named, from byte ``at`` on.
+
+    There are ``nbytes`` of them, of checksum ``sum``. Look at it once they are copied: that proves
+    that nothing was written over them before.
+    """
+
+    KIND: ClassVar[str] = "placed_rows"
+
+    part: Part
+    begin: int
+    valid: NDArray[np.bool_]
+    row_bytes: int
+    at: int
+    sum: int
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return int(np.count_nonzero(self.valid))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return self.count * self.row_bytes
+
+    def body(self) -> dict[str, Any]:
+        """Return the header fields."""
+        return {
+            "part": self.part.value,
+            "begin": self.begin,
+            "row_bytes": self.row_bytes,
+            "at": self.at,
+            "sum": self.sum,
+        }
+
+    def frames(self) -> list[Buffer]:
+        """Return validity."""
+        return [wire_bytes(self.valid, np.uint8)]
+
+    @classmethod
+    def parse(cls, envelope: Envelope) -> Self:
+        """Build from an intact envelope."""
+        (valid_frame,) = frames_of(envelope, 1)
+        fields = Fields(envelope.body)
+        return cls(
+            parsed_part(fields),
+            fields.integer("begin", 0, MAX_TRAJECTORY_TOKENS),
+            vector(valid_frame, np.uint8, MAX_TRAJECTORY_TOKENS).astype(np.bool_),
+            fields.integer("row_bytes", 1, MAX_ROW_BYTES),
+            fields.integer("at", 0, MAX_REGION_BYTES),
+            fields.integer("sum", 0, (1 << 64) - 1),
+        )
+
+
+def _parsed_place(fields: Fields) -> Place:
+    return Place.parse(Fields(fields.mapping("place", len(dataclass_fields(Place)))))
 
 
 def _parsed_slice(fields: Fields) -> TensorSlice:

@@ -55,6 +55,17 @@ def _expected(
     return valid, rows
 
 
+def _read(
+    gather: Gather, columns: tuple[slice, ...], places: NDArray[np.void]
+) -> list[tuple[int, list[bool], NDArray[np.uint8]]]:
+    """The pieces, each read before the next one is asked for: (begin, valid, rows)."""
+    selected = sum(part.stop - part.start for part in columns)
+    return [
+        (piece.begin, piece.valid.tolist(), piece.rows(selected))
+        for piece in gather.pieces(_WIDTH, columns, places)
+    ]
+
+
 def _check(
     gather: Gather,
     columns: tuple[slice, ...],
@@ -62,16 +73,14 @@ def _check(
     valid: list[bool],
     rows: list[bytes],
 ) -> None:
-    pieces = list(gather.pieces(_WIDTH, columns, places))
-    selected = sum(part.stop - part.start for part in columns)
-    if selected == 0:
+    pieces = _read(gather, columns, places)
+    if not columns:
         assert pieces == []
         return
-    assert [piece.begin for piece in pieces] == np.cumsum(
-        [0, *(len(piece.valid) for piece in pieces)]
-    ).tolist()[: len(pieces)]
-    assert [bool(bit) for piece in pieces for bit in piece.valid] == valid
-    assert [row.tobytes() for piece in pieces for row in piece.rows] == rows
+    ends = np.cumsum([0, *(len(which) for _, which, _ in pieces)]).tolist()
+    assert [begin for begin, _, _ in pieces] == ends[: len(pieces)]
+    assert [bit for _, which, _ in pieces for bit in which] == valid
+    assert [row.tobytes() for _, _, read in pieces for row in read] == rows
 
 
 @pytest.fixture(params=[1, 40, 1 << 20], autouse=True)
@@ -110,8 +119,8 @@ def test_rows_come_in_order_and_missing_ones_take_no_bytes(store: Store) -> None
 
 def test_places_beyond_the_end_of_a_block_are_missing(store: Store) -> None:
     _filled(store)
-    (piece, *_) = Gather(store).pieces(_WIDTH, (slice(0, _WIDTH),), _places([(1, _ROWS, 1)]))
-    assert (piece.valid.tolist(), piece.rows.shape) == ([False], (0, _WIDTH))
+    ((_, valid, rows),) = _read(Gather(store), (slice(0, _WIDTH),), _places([(1, _ROWS, 1)]))
+    assert (valid, rows.shape) == ([False], (0, _WIDTH))
     store.close()
 
 
@@ -154,6 +163,6 @@ def test_a_piece_is_bounded_however_much_is_asked_for(monkeypatch: pytest.Monkey
     store = MemoryStore(64 << 20)
     _filled(store)
     places = _places([(1, 0, _ROWS)] * 10_000)
-    sizes = [piece.rows.nbytes for piece in Gather(store).pieces(_WIDTH, (slice(0, 24),), places)]
+    sizes = [rows.nbytes for _, _, rows in _read(Gather(store), (slice(0, _WIDTH),), places)]
     assert max(sizes) <= 4096
     assert sum(sizes) == 10_000 * _ROWS * _WIDTH

@@ -1,0 +1,92 @@
+"""Memory of clients on this machine into which the daemon gathers rows (`bridge.region`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
+
+from bridge.layout import Part
+from bridge.region import opened
+from bridge.wire import PageRows, Place, PlacedRows
+from bridge.wire.fields import wire_bytes
+
+_MOST_OPEN = 64
+_IDLE_S = 30.0
+
+
+@dataclass(slots=True)
+class _Open:
+    """A client's region; None: it is out of reach, which is not tried with every question."""
+
+    memory: memoryview | None
+    key: str
+    used_at: float
+
+
+class Regions:
+    """Keeps the regions of clients that ask again and again, one a client."""
+
+    def __init__(self) -> None:
+        self._open: dict[bytes, _Open] = {}
+
+    def landing(self, peer: bytes, place: Place | None) -> Landing | None:
+        """Return the place that a client lends, None if there is none within reach."""
+        if place is None:
+            return None
+        held = self._open.pop(peer, None)
+        if held is None or held.key != place.key:
+            held = _Open(opened(place), place.key, 0.0)
+        held.used_at = time.monotonic()
+        self._open[peer] = held  # the last of them
+        if len(self._open) > _MOST_OPEN:
+            del self._open[next(iter(self._open))]
+        if held.memory is None or place.offset + place.nbytes > len(held.memory):
+            return None
+        return Landing(held.memory[place.offset : place.offset + place.nbytes])
+
+    def look(self) -> None:
+        """Let go of regions that are not used, whose clients may be gone."""
+        before = time.monotonic() - _IDLE_S
+        for peer in [peer for peer, held in self._open.items() if held.used_at < before]:
+            del self._open[peer]
+
+
+class Landing:
+    """A place for the rows of one page, one piece after the other."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._at = 0
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes of rows fit."""
+        return len(self._memory)
+
+    def take(self, rows: PageRows) -> PlacedRows:
+        """Write rows that are joined already."""
+        _, width = rows.rows.shape
+        return self.put(rows.part, rows.begin, rows.valid, width, [wire_bytes(rows.rows, np.uint8)])
+
+    def put(
+        self,
+        part: Part,
+        begin: int,
+        valid: NDArray[np.bool_],
+        row_bytes: int,
+        rows: Iterable[memoryview],
+    ) -> PlacedRows:
+        """Write rows one after the other; return what tells the client of them."""
+        memory, first = self._memory, self._at
+        at = first
+        for row in rows:
+            end = at + len(row)
+            memory[at:end] = row
+            at = end
+        self._at = at
+        return PlacedRows(part, begin, valid, row_bytes, first, xxh3_64_intdigest(memory[first:at]))

@@ -1,0 +1,94 @@
+"""Memory that a client lends to a bridge of the same machine, so that rows need no socket.
+
+A record on its way through a loopback socket is copied into the kernel and out of it again, by two
+threads that take cores from those who gather and read. A bridge that can write into the client's
+memory gathers the rows right there. The client makes the memory (so it counts as the client's, and
+ends with it) and offers it with every question; a bridge that cannot reach it, because it runs
+elsewhere, as another user or in a container, answers through the socket as always.
+
+The memory is a file without a name (`memfd_create`) that is sealed against shrinking, so that no
+client can pull it away under a bridge that writes to it. The bridge opens it through /proc, which
+the kernel allows processes of the same user, and knows by a random key at its beginning that it is
+the one that is meant and not that of another process with the same number in another container.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+from contextlib import suppress
+
+from bridge.wire import Place
+from bridge.wire.fetch import MAX_REGION_BYTES
+
+# A page costs a millisecond besides its bytes, so it is large; `bridge.paging` has so many on their
+# way at a time. Only what is written to takes memory.
+PLACE_BYTES = 12 << 20
+PLACES = 5
+_KEY_BYTES = 16
+_HEAD_BYTES = mmap.PAGESIZE  # the key, alone in its page
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class Region:
+    """The client's end: memory for some answers at a time.
+
+    Raises:
+        OSError: this system has no such memory, or not enough.
+    """
+
+    def __init__(self, places: int = PLACES, place_bytes: int = PLACE_BYTES) -> None:
+        key = secrets.token_bytes(_KEY_BYTES)
+        nbytes = _HEAD_BYTES + places * place_bytes
+        self._fd = os.memfd_create("sglang-trace", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._fd, nbytes)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
+            self._memory = memoryview(mmap.mmap(self._fd, nbytes))
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._memory[:_KEY_BYTES] = key
+        self._free = [
+            Place(os.getpid(), self._fd, key.hex(), _HEAD_BYTES + number * place_bytes, place_bytes)
+            for number in range(places)
+        ]
+
+    def borrow(self) -> Place | None:
+        """Return a place that nothing else uses, that of which the caches know most, if any."""
+        return self._free.pop() if self._free else None
+
+    def give_back(self, place: Place) -> None:
+        """Let a place be used again, to which nothing will be written any more."""
+        self._free.append(place)
+
+    def view(self, place: Place, at: int, nbytes: int) -> memoryview | None:
+        """Return bytes of a place, None if it does not have them all."""
+        if at + nbytes > place.nbytes:
+            return None
+        begin = place.offset + at
+        return self._memory[begin : begin + nbytes]
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory goes when the last who looks at it lets go."""
+        os.close(self._fd)
+
+
+def opened(place: Place) -> memoryview | None:
+    """The bridge's end: return the whole region of a place, None if it is out of reach."""
+    with suppress(OSError, ValueError):
+        fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY)
+        try:
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                return None
+            nbytes = os.fstat(fd).st_size
+            if not _HEAD_BYTES < nbytes <= MAX_REGION_BYTES:
+                return None
+            memory = memoryview(mmap.mmap(fd, nbytes))
+        finally:
+            os.close(fd)
+        if secrets.compare_digest(bytes(memory[:_KEY_BYTES]).hex(), place.key):
+            return memory
+    return None
