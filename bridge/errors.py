@@ -17,6 +17,10 @@ class CorruptMessage(TraceError):
     """A message is truncated, oversized or fails its checksum."""
 
 
+class RegionOutOfReach(TraceError):
+    """Rows stand in memory of a client that the daemon cannot read: they have to be sent."""
+
+
 class UnknownTrajectory(TraceError):
     """No record exists under the trajectory name that was asked for."""
 

@@ -10,7 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import TracebackType
 from typing import Self
@@ -20,15 +20,24 @@ import zmq
 from numpy.typing import ArrayLike
 
 from bridge.dialer import Dialer, queue_for_sending
-from bridge.errors import BridgeUnreachable, CorruptMessage, StoreFull, TraceError
+from bridge.errors import (
+    BridgeUnreachable,
+    CorruptMessage,
+    RegionOutOfReach,
+    StoreFull,
+    TraceError,
+)
 from bridge.index import UnknownEngine
 from bridge.layout import Part, RecordLayout, Shard
+from bridge.loopback import is_loopback
+from bridge.placing import Placing
 from bridge.refusal import exception
 from bridge.wire import (
     Ack,
     Dropped,
     Error,
     Hello,
+    LentRows,
     Message,
     Rows,
     Trajectory,
@@ -42,6 +51,7 @@ from bridge.wire.envelope import NO_SEQ, Buffer
 log = logging.getLogger(__name__)
 
 _MESSAGE_BYTES = 4 << 20
+_HEADER_BYTES = 256  # about
 # A daemon that refuses the hello refuses all that follows: do not send the window at line rate.
 _HELLO_PAUSE_S = 0.2
 
@@ -57,10 +67,13 @@ class Overflow(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Unacknowledged:
+    """``lent`` says where rows stand that were not sent themselves."""
+
     frames: list[Buffer]
     nbytes: int
     part: Part | None
     rows: int
+    lent: LentRows | None = None
 
 
 _NOTHING = _Unacknowledged([], 0, None, 0)
@@ -117,6 +130,7 @@ class RecordProducer:
         self._told_dropped = 0
         self._telling_dropped: int | None = None
         self._progress_at = self._resent_at = time.monotonic()
+        self._placing = Placing(window_bytes, _MESSAGE_BYTES) if is_loopback(endpoint) else None
         self._dialer = Dialer(endpoint, keys)
         self._context = zmq.Context()
         self._socket = self._dialer.dial(self._context)
@@ -248,6 +262,8 @@ class RecordProducer:
     def close(self) -> None:
         """Close the connection at once; call flush() first to be sure of the last records."""
         self._context.destroy(linger=0)
+        if self._placing is not None:
+            self._placing.close()
 
     def __enter__(self) -> Self:
         return self
@@ -269,15 +285,22 @@ class RecordProducer:
     def _send(self, message: Message, part: Part | None = None, rows: int = 0) -> None:
         if not self._hello:
             raise TraceError("the bridge does not know this engine yet; call hello() first")
-        frames = encode(message, self._next_seq)
-        nbytes = sum(memoryview(frame).nbytes for frame in frames)
+        nbytes = _HEADER_BYTES + sum(memoryview(frame).nbytes for frame in message.frames())
         if self._make_room(nbytes, part):
-            self._keep_and_send(_Unacknowledged(frames, nbytes, part, rows))
+            lent = self._put(message)
+            frames = encode(lent or message, self._next_seq)
+            self._keep_and_send(_Unacknowledged(frames, nbytes, part, rows, lent))
         elif part is not None:
             self.dropped_rows[part] += rows
         self._tell_dropped()
         self._pump(0.0)
         self._raise_failure()
+
+    def _put(self, message: Message) -> LentRows | None:
+        """Put rows where a bridge of this machine reads them; None: they have to be sent."""
+        if self._placing is None or not isinstance(message, Rows):
+            return None
+        return self._placing.put(message)
 
     def _keep_and_send(self, message: _Unacknowledged) -> None:
         if not self._kept:
@@ -342,7 +365,9 @@ class RecordProducer:
             self._full = None if rows else self._full
         elif isinstance(message, Error):
             error = exception(message)
-            if isinstance(error, UnknownEngine):
+            if isinstance(error, RegionOutOfReach | CorruptMessage) and seq != NO_SEQ:
+                self._not_read(seq, error)
+            elif isinstance(error, UnknownEngine):
                 self._begin_again()  # the daemon was restarted without our history
             elif isinstance(error, CorruptMessage) and seq == NO_SEQ:
                 log.warning("a message was damaged on its way and is resent: %s", error)
@@ -352,6 +377,21 @@ class RecordProducer:
             else:
                 self._forget(seq)
                 self._failures.append(error)
+
+    def _not_read(self, seq: int, error: TraceError) -> None:
+        """Send rows themselves that the bridge could not read where they stand."""
+        kept = self._kept.get(seq)
+        if kept is None:
+            return  # a copy of a message that was answered before
+        if kept.lent is None or self._placing is None:
+            self._forget(seq)
+            self._failures.append(error)
+            return
+        if isinstance(error, RegionOutOfReach):
+            self._placing.stop()
+        frames = encode(self._placing.taken_back(kept.lent), seq)
+        self._kept[seq] = replace(kept, frames=frames, lent=None)
+        queue_for_sending(self._socket, frames)
 
     def _refuse(self, seq: int, error: StoreFull) -> None:
         """The store is full: give the message up, or keep it for another try a little later."""
@@ -381,6 +421,8 @@ class RecordProducer:
         """Let go of a message that was answered and return it; an empty one if it was before."""
         kept = self._kept.pop(seq, _NOTHING)
         self._kept_bytes -= kept.nbytes
+        if kept.lent is not None and self._placing is not None:
+            self._placing.take_back(kept.lent)
         self._progress_at = time.monotonic()
         return kept
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bridge.errors import (
     CorruptMessage,
+    RegionOutOfReach,
     SchemaMismatch,
     StoreFull,
     TraceError,
@@ -19,6 +20,7 @@ _BY_CODE = {
     for kind in (
         CorruptMessage,
         LayoutError,
+        RegionOutOfReach,
         SchemaMismatch,
         StoreFull,
         UnknownEngine,

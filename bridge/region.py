@@ -21,7 +21,7 @@ import secrets
 from contextlib import suppress
 
 from bridge.wire import Place
-from bridge.wire.fetch import MAX_REGION_BYTES
+from bridge.wire.place import MAX_REGION_BYTES
 
 # A page costs a millisecond besides its bytes, so it is large; `bridge.paging` has so many on their
 # way at a time. Only what is written to takes memory.

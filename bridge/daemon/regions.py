@@ -1,4 +1,4 @@
-"""Memory of clients on this machine into which the daemon gathers rows (`bridge.region`)."""
+"""Memory of clients on this machine that the daemon reads and writes (`bridge.region`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from bridge.errors import CorruptMessage, RegionOutOfReach
 from bridge.layout import Part
 from bridge.region import opened
-from bridge.wire import PageRows, Place, PlacedRows
+from bridge.wire import LentRows, PageRows, Place, PlacedRows, Rows
 from bridge.wire.fields import wire_bytes
 
 _MOST_OPEN = 64
@@ -35,9 +36,29 @@ class Regions:
         self._open: dict[bytes, _Open] = {}
 
     def landing(self, peer: bytes, place: Place | None) -> Landing | None:
-        """Return the place that a client lends, None if there is none within reach."""
-        if place is None:
-            return None
+        """Return the place that a client lends for an answer, None if there is none in reach."""
+        memory = None if place is None else self._memory(peer, place)
+        return None if memory is None else Landing(memory)
+
+    def rows(self, peer: bytes, lent: LentRows) -> Rows:
+        """Copy the rows that an engine has put into its memory.
+
+        Raises:
+            RegionOutOfReach: this process cannot read that memory.
+            CorruptMessage: it holds other bytes by now.
+        """
+        memory = self._memory(peer, lent.place)
+        if memory is None:
+            raise RegionOutOfReach(
+                "the bridge cannot read the engine's memory; send the rows through the socket"
+            )
+        payload = bytes(memory[: lent.nbytes])
+        if xxh3_64_intdigest(payload) != lent.sum:
+            raise CorruptMessage("rows in shared memory fail their checksum; send them again")
+        rows_nR = np.frombuffer(payload, np.uint8).reshape(-1, lent.block.row_bytes)
+        return Rows(lent.block, rows_nR)
+
+    def _memory(self, peer: bytes, place: Place) -> memoryview | None:
         held = self._open.pop(peer, None)
         if held is None or held.key != place.key:
             held = _Open(opened(place), place.key, 0.0)
@@ -47,7 +68,7 @@ class Regions:
             del self._open[next(iter(self._open))]
         if held.memory is None or place.offset + place.nbytes > len(held.memory):
             return None
-        return Landing(held.memory[place.offset : place.offset + place.nbytes])
+        return held.memory[place.offset : place.offset + place.nbytes]
 
     def look(self) -> None:
         """Let go of regions that are not used, whose clients may be gone."""

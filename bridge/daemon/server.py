@@ -33,6 +33,7 @@ from bridge.wire import (
     Digests,
     Fetch,
     Gc,
+    LentRows,
     List,
     Message,
     Observe,
@@ -153,6 +154,8 @@ class Daemon:
             envelope = unseal(frames)
             seq = envelope.seq  # of what is intact and refused all the same
             message = parsed(envelope)
+            if isinstance(message, LentRows):
+                message = self._regions.rows(peer, message)
             if isinstance(message, Ingested):
                 self._ingest.take(peer, message, seq)
             elif isinstance(message, LARGELY_ANSWERED) and not self._outbox.has_room(peer):

@@ -12,11 +12,12 @@ from bridge.wire.census import (
 )
 from bridge.wire.codec import MESSAGES, decode, encode
 from bridge.wire.envelope import MAX_FRAME_BYTES, SCHEMA_VERSION
-from bridge.wire.fetch import Fetch, FetchReply, PageRows, Place, PlacedRows
+from bridge.wire.fetch import Fetch, FetchReply, PageRows, PlacedRows
 from bridge.wire.ingest import (
     Block,
     Dropped,
     Hello,
+    LentRows,
     Rows,
     Trajectory,
     TrajectoryState,
@@ -24,6 +25,7 @@ from bridge.wire.ingest import (
 )
 from bridge.wire.message import Message
 from bridge.wire.observe import Observe, ObserveReply
+from bridge.wire.place import Place
 from bridge.wire.retention import Gc, GcReply, Pin, Policy, Step
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "Gc",
     "GcReply",
     "Hello",
+    "LentRows",
     "List",
     "ListReply",
     "Message",

@@ -14,6 +14,7 @@ MESSAGES: dict[str, type[Message]] = {
     for kind in (
         ingest.Hello,
         ingest.Rows,
+        ingest.LentRows,
         ingest.Block,
         ingest.Trajectory,
         ingest.WeightDigests,

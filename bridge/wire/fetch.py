@@ -10,8 +10,7 @@ bytes of a row of the part in the page's layout.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from dataclasses import fields as dataclass_fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -35,41 +34,9 @@ from bridge.wire.ingest import (
     parsed_state,
 )
 from bridge.wire.message import HeaderOnly, frames_of
+from bridge.wire.place import MAX_CHECKSUM, MAX_REGION_BYTES, Place, parsed_place
 
 MAX_SITES = 64
-MAX_REGION_BYTES = 128 << 20
-_MAX_PROCESS = 1 << 31
-_KEY_CHARS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Bytes of a region of memory that a client lends for the rows of one answer.
-
-    A bridge of the same machine finds the region as descriptor ``fd`` of process ``pid``, and
-    knows by its ``key`` that it is the one that is meant (`bridge.region`).
-    """
-
-    pid: int
-    fd: int
-    key: str
-    offset: int
-    nbytes: int
-
-    def body(self) -> dict[str, Any]:
-        """Return the fields as a map."""
-        return asdict(self)
-
-    @classmethod
-    def parse(cls, fields: Fields) -> Self:
-        """Build from a map of a header."""
-        return cls(
-            fields.integer("pid", 1, _MAX_PROCESS),
-            fields.integer("fd", 0, _MAX_PROCESS),
-            fields.text("key", _KEY_CHARS),
-            fields.integer("offset", 0, MAX_REGION_BYTES),
-            fields.integer("nbytes", 1, MAX_REGION_BYTES),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +81,7 @@ class Fetch(HeaderOnly):
             fields.optional_integers("layers", 0, MAX_LAYERS - 1),
             fields.optional_texts("sites", MAX_SITES),
             _parsed_slice(fields),
-            None if fields.body.get("place") is None else _parsed_place(fields),
+            parsed_place(fields),
         )
 
 
@@ -294,12 +261,8 @@ class PlacedRows:
             vector(valid_frame, np.uint8, MAX_TRAJECTORY_TOKENS).astype(np.bool_),
             fields.integer("row_bytes", 1, MAX_ROW_BYTES),
             fields.integer("at", 0, MAX_REGION_BYTES),
-            fields.integer("sum", 0, (1 << 64) - 1),
+            fields.integer("sum", 0, MAX_CHECKSUM),
         )
-
-
-def _parsed_place(fields: Fields) -> Place:
-    return Place.parse(Fields(fields.mapping("place", len(dataclass_fields(Place)))))
 
 
 def _parsed_slice(fields: Fields) -> TensorSlice:

@@ -23,6 +23,7 @@ from bridge.layout.shard import MAX_SHARD_FIELDS, MAX_SHARDS, check_shards
 from bridge.wire.envelope import Buffer, Envelope
 from bridge.wire.fields import MAX_COUNT, Fields, array, vector, wire_bytes
 from bridge.wire.message import HeaderOnly, frames_of
+from bridge.wire.place import MAX_CHECKSUM, Place, parsed_place
 
 MAX_ROWS = 1 << 20
 MAX_ROW_BYTES = 16 << 20
@@ -173,6 +174,43 @@ class Rows:
         _, payload = frames_of(envelope, 2)
         block = Block.parse_head(envelope)
         return cls(block, array(payload, np.uint8, (len(block.rows), block.row_bytes)))
+
+
+@dataclass(frozen=True, slots=True)
+class LentRows:
+    """`Rows` whose ``payload`` stands at the beginning of a place, and has the checksum ``sum``.
+
+    The place is the sender's again once the rows are acknowledged: who comes too late, with a copy
+    of this message, finds other bytes there and another checksum.
+    """
+
+    KIND: ClassVar[str] = "lent_rows"
+
+    block: Block
+    place: Place
+    sum: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload."""
+        return len(self.block.rows) * self.block.row_bytes
+
+    def body(self) -> dict[str, Any]:
+        """Return the header fields."""
+        return self.block.body() | {"place": self.place.body(), "sum": self.sum}
+
+    def frames(self) -> list[Buffer]:
+        """Return the row numbers."""
+        return self.block.frames()
+
+    @classmethod
+    def parse(cls, envelope: Envelope) -> Self:
+        """Build from an intact envelope."""
+        block, fields = Block.parse(envelope), Fields(envelope.body)
+        place = parsed_place(fields)
+        if place is None or len(block.rows) * block.row_bytes > place.nbytes:
+            raise CorruptMessage("rows to be read from memory do not fit their place there")
+        return cls(block, place, fields.integer("sum", 0, MAX_CHECKSUM))
 
 
 class TrajectoryState(StrEnum):
