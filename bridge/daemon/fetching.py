@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.daemon.gather import PIECE_BYTES, Gather
+from bridge.daemon.gather import LANDED_BYTES, PIECE_BYTES, Gather
 from bridge.daemon.joining import Joining, Shares
 from bridge.daemon.regions import Landing
 from bridge.errors import UnknownTrajectory
@@ -156,12 +156,13 @@ class Fetching:
             for rows in self._mixed(part, found, full, reduced):
                 yield rows if landing is None else landing.take(rows)
             return
-        columns, width = selection(full, reduced, part), reduced.row_bytes(part)
-        for piece in self._gather.pieces(full.row_bytes(part), columns, found.places):
+        piece_bytes = None if landing is None else LANDED_BYTES
+        columns = selection(full, reduced, part)
+        for piece in self._gather.pieces(full.row_bytes(part), columns, found.places, piece_bytes):
             if landing is None:
-                yield PageRows(part, piece.begin, piece.valid, piece.rows(width))
+                yield PageRows(part, piece.begin, piece.valid, piece.rows())
             else:
-                yield landing.put(part, piece.begin, piece.valid, width, piece.views)
+                yield landing.put(part, piece)
 
     def _mixed(
         self, part: Part, found: _Found, full: RecordLayout, reduced: RecordLayout

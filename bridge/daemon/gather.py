@@ -12,7 +12,7 @@ the selected columns of a row, C = rows of a run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
@@ -20,6 +20,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from bridge.daemon.rows import copy_rows
 from bridge.index.grouping import stretches
 from bridge.observe.logs import Event, event
 from bridge.store import Held, Reader, Run, Store, Wanted
@@ -29,24 +30,48 @@ log = logging.getLogger(__name__)
 
 # A frame of this size is written by one core and sent by another out of the caches between them.
 PIECE_BYTES = 2 << 20
-# A run of at least so many rows has its columns copied by numpy, a shorter one is cut row by row.
-_STRIDED_ROWS = 4
+# What is written to memory of the reader is not sent, but a message tells of every piece.
+LANDED_BYTES = 8 << 20
+
+# Payloads, and the first byte and the rows of a run in each of them.
+_Found = tuple[list[memoryview], NDArray[np.int64], NDArray[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """P rows asked for from the one at ``begin`` on: bool [P], and the bytes of the valid ones.
+    """P rows asked for from the one at ``begin`` on: bool [P], and where the valid ones are.
 
-    They stand in ``views``, one after the other, until the next piece is read.
+    They are runs of rows in payloads (`bridge.daemon.rows.copy_rows`), to be copied before the next
+    piece is asked for.
     """
 
     begin: int
     valid: NDArray[np.bool_]
-    views: Iterable[memoryview]
+    payloads: list[memoryview]
+    begins: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    row_bytes: int
+    columns: NDArray[np.int64]
 
-    def rows(self, row_bytes: int) -> NDArray[np.uint8]:
-        """Return the rows joined: uint8 [V, S]."""
-        return np.frombuffer(b"".join(self.views), dtype=np.uint8).reshape(-1, row_bytes)
+    @property
+    def selected(self) -> int:
+        """Bytes of a row that are asked for, S."""
+        return int((self.columns[:, 1] - self.columns[:, 0]).sum())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all valid rows."""
+        return int(self.counts.sum()) * self.selected
+
+    def copy_to(self, target: memoryview) -> None:
+        """Write the valid rows one behind the other, to the beginning of ``target``."""
+        copy_rows(target, self.payloads, self.begins, self.counts, self.row_bytes, self.columns)
+
+    def rows(self) -> NDArray[np.uint8]:
+        """Return the valid rows: uint8 [V, S]."""
+        rows = np.empty(self.nbytes, dtype=np.uint8)
+        self.copy_to(rows.data)
+        return rows.reshape(-1, self.selected)
 
 
 class Gather:
@@ -57,22 +82,26 @@ class Gather:
         self.corrupt_rows = 0
 
     def pieces(
-        self, row_bytes: int, columns: Sequence[slice], places_N: NDArray[np.void]
+        self,
+        row_bytes: int,
+        columns: Sequence[slice],
+        places_N: NDArray[np.void],
+        piece_bytes: int | None = None,
     ) -> Iterator[Piece]:
-        """Yield the rows at PLACE [N] in pieces of PIECE_BYTES at most, or of one row.
+        """Yield the rows at PLACE [N] in pieces, of one row at least.
 
-        ``columns`` are those of a row of ``row_bytes`` to return; of none there are no pieces.
+        A piece has at most ``piece_bytes``, None: PIECE_BYTES. ``columns`` are those of a row of ``row_bytes`` to return; of none there are no pieces.
         """
         selected = sum(column.stop - column.start for column in columns)
         if selected == 0:
             return
-        step = max(1, PIECE_BYTES // selected)
+        step = max(1, (piece_bytes or PIECE_BYTES) // selected)
         begins = range(0, len(places_N), step)
         valid_N = places_N["block"] >= 0
         runs = _Runs.of(places_N, valid_N, begins)
-        for begin, rows in zip(begins, self._read(runs, row_bytes, valid_N), strict=True):
-            cut = rows if selected == row_bytes else _cut(rows, row_bytes, columns)
-            yield Piece(begin, valid_N[begin : begin + step], cut)
+        columns_K2 = np.array([(c.start, c.stop) for c in columns], dtype=np.int64)
+        for begin, found in zip(begins, self._read(runs, row_bytes, valid_N), strict=True):
+            yield Piece(begin, valid_N[begin : begin + step], *found, row_bytes, columns_K2)
 
     def rows(
         self, row_bytes: int, columns: Sequence[slice], places_N: NDArray[np.void]
@@ -86,43 +115,30 @@ class Gather:
         valid_N = np.zeros(len(places_N), dtype=np.bool_)
         for piece in self.pieces(row_bytes, columns, places_N):
             if len(piece.valid) == len(places_N) and piece.valid.all():
-                return piece.rows(selected), piece.valid
+                return piece.rows(), piece.valid
             if rows_NS is None:
                 rows_NS = np.zeros((len(places_N), selected), dtype=np.uint8)
             at = slice(piece.begin, piece.begin + len(piece.valid))
             valid_N[at] = piece.valid
-            rows_NS[at][piece.valid] = piece.rows(selected)
+            rows_NS[at][piece.valid] = piece.rows()
         if rows_NS is None:
             rows_NS = np.zeros((len(places_N), selected), dtype=np.uint8)
         return rows_NS, valid_N
 
-    def _read(
-        self, runs: _Runs, row_bytes: int, valid_N: NDArray[np.bool_]
-    ) -> Iterator[list[memoryview]]:
-        """Yield views that hold the rows of each piece; mark what is lost."""
-        views = self._in_memory(runs, row_bytes)
-        if views is not None:
+    def _read(self, runs: _Runs, row_bytes: int, valid_N: NDArray[np.bool_]) -> Iterator[_Found]:
+        """Yield the payloads and runs of each piece; mark what is lost."""
+        payloads = self._store.in_memory(runs.blocks.tolist())
+        begins = runs.offsets.astype(np.int64) * row_bytes
+        if payloads is not None and runs.lie_within(payloads, begins, row_bytes):
             for first, end in pairwise(runs.bounds):
-                yield views[first:end]
+                yield payloads[first:end], begins[first:end], runs.counts[first:end]
             return
         listed = runs.listed()
         with self._store.reader(Wanted(row_bytes, listed)) as read:
             for first, end in pairwise(runs.bounds):
-                yield self._intact(read, row_bytes, listed[first:end], valid_N)
-
-    def _in_memory(self, runs: _Runs, row_bytes: int) -> list[memoryview] | None:
-        """Return a view a run, None unless all of them are whole and beyond doubt."""
-        payloads = self._store.in_memory(runs.blocks.tolist())
-        if payloads is None:
-            return None
-        begins = runs.offsets.astype(np.int64) * row_bytes
-        lengths = runs.counts * row_bytes
-        ends = (begins + lengths).tolist()
-        views = [
-            payload[begin:end]
-            for payload, begin, end in zip(payloads, begins.tolist(), ends, strict=True)
-        ]
-        return views if sum(map(len, views)) == lengths.sum() else None
+                rows = self._intact(read, row_bytes, listed[first:end], valid_N)
+                counts = np.array([len(view) // row_bytes for view in rows], dtype=np.int64)
+                yield rows, np.zeros_like(counts), counts
 
     def _intact(
         self, read: Reader, row_bytes: int, runs: Sequence[Run], valid_N: NDArray[np.bool_]
@@ -181,7 +197,7 @@ class _Runs:
     blocks: NDArray[np.int32]
     offsets: NDArray[np.uint32]
     starts: NDArray[np.intp]
-    counts: NDArray[np.intp]
+    counts: NDArray[np.int64]
     bounds: list[int]
 
     @classmethod
@@ -197,22 +213,14 @@ class _Runs:
         bounds: list[int] = starts.searchsorted([*begins, len(places_N)]).tolist()
         return cls(blocks[starts], offsets[starts], starts, counts[held], bounds)
 
+    def lie_within(
+        self, payloads: list[memoryview], begins: NDArray[np.int64], row_bytes: int
+    ) -> bool:
+        """Whether every run ends within its payload."""
+        lengths = np.fromiter(map(len, payloads), np.int64, len(payloads))
+        return bool((begins + self.counts * row_bytes <= lengths).all())
+
     def listed(self) -> list[Run]:
         """Return the runs one by one."""
         columns = (self.blocks, self.offsets, self.starts, self.counts)
         return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
-def _cut(
-    views: Iterable[memoryview], row_bytes: int, columns: Sequence[slice]
-) -> Iterator[memoryview]:
-    """Yield the bytes of some columns of rows, row by row, in pieces."""
-    for rows in views:
-        if rows.nbytes >= _STRIDED_ROWS * row_bytes:
-            rows_CR = np.frombuffer(rows, dtype=np.uint8).reshape(-1, row_bytes)
-            cut_CS = np.concatenate([rows_CR[:, column] for column in columns], axis=1)
-            yield cut_CS.reshape(-1).data
-            continue
-        for at in range(0, rows.nbytes, row_bytes):
-            for column in columns:
-                yield rows[at + column.start : at + column.stop]

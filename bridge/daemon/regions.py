@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from bridge.daemon.gather import Piece
 from bridge.errors import CorruptMessage, RegionOutOfReach
 from bridge.layout import Part
 from bridge.region import opened
@@ -89,25 +89,25 @@ class Landing:
         """How many bytes of rows fit."""
         return len(self._memory)
 
+    def put(self, part: Part, piece: Piece) -> PlacedRows:
+        """Write the rows of a piece; return what tells the client of them."""
+        landed = self._memory[self._at : self._at + piece.nbytes]
+        piece.copy_to(landed)
+        return self._told(part, piece.begin, piece.valid, piece.selected, landed)
+
     def take(self, rows: PageRows) -> PlacedRows:
         """Write rows that are joined already."""
-        _, width = rows.rows.shape
-        return self.put(rows.part, rows.begin, rows.valid, width, [wire_bytes(rows.rows, np.uint8)])
+        landed = self._memory[self._at : self._at + rows.nbytes]
+        landed[:] = wire_bytes(rows.rows, np.uint8)
+        return self._told(rows.part, rows.begin, rows.valid, rows.rows.shape[1], landed)
 
-    def put(
+    def _told(
         self,
         part: Part,
         begin: int,
         valid: NDArray[np.bool_],
         row_bytes: int,
-        rows: Iterable[memoryview],
+        landed: memoryview,
     ) -> PlacedRows:
-        """Write rows one after the other; return what tells the client of them."""
-        memory, first = self._memory, self._at
-        at = first
-        for row in rows:
-            end = at + len(row)
-            memory[at:end] = row
-            at = end
-        self._at = at
-        return PlacedRows(part, begin, valid, row_bytes, first, xxh3_64_intdigest(memory[first:at]))
+        at, self._at = self._at, self._at + len(landed)
+        return PlacedRows(part, begin, valid, row_bytes, at, xxh3_64_intdigest(landed))

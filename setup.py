@@ -1,0 +1,14 @@
+"""The one part of this project that pip compiles; without a C compiler it does without."""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "bridge.daemon._rows",
+            ["bridge/daemon/csrc/rows.c"],
+            extra_compile_args=["-O2"],
+            optional=True,
+        )
+    ]
+)
