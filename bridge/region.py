@@ -72,8 +72,9 @@ class Region:
         return self._memory[begin : begin + nbytes]
 
     def close(self) -> None:
-        """Give the descriptor back; the memory goes when the last who looks at it lets go."""
+        """Let go of the memory; it is freed when the last who looks at it does."""
         os.close(self._fd)
+        self._memory = memoryview(b"")
 
 
 def opened(place: Place) -> memoryview | None:

@@ -90,7 +90,8 @@ class Gather:
     ) -> Iterator[Piece]:
         """Yield the rows at PLACE [N] in pieces, of one row at least.
 
-        A piece has at most ``piece_bytes``, None: PIECE_BYTES. ``columns`` are those of a row of ``row_bytes`` to return; of none there are no pieces.
+        A piece has at most ``piece_bytes``, None: PIECE_BYTES. ``columns`` are those of a row of
+        ``row_bytes`` to return; of none there are no pieces.
         """
         selected = sum(column.stop - column.start for column in columns)
         if selected == 0:

@@ -35,9 +35,10 @@ def copy_rows_in_python(
     is_whole = columns == [[0, row_bytes]]
     at = 0
     for payload, begin, count in zip(payloads, begins_U.tolist(), counts_U.tolist(), strict=True):
-        run = memoryview(payload)[begin : begin + count * row_bytes]
-        if begin < 0 or len(run) != count * row_bytes:
+        end = begin + count * row_bytes
+        if not 0 <= begin <= end <= len(payload):
             raise ValueError("a run of rows ends beyond its payload")
+        run = memoryview(payload)[begin:end]
         rows_CR = np.frombuffer(run, np.uint8).reshape(count, row_bytes)
         for part in [run] if is_whole else [_cut(rows_CR, columns)]:
             if at + len(part) > len(target):

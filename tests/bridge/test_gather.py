@@ -59,9 +59,8 @@ def _read(
     gather: Gather, columns: tuple[slice, ...], places: NDArray[np.void]
 ) -> list[tuple[int, list[bool], NDArray[np.uint8]]]:
     """The pieces, each read before the next one is asked for: (begin, valid, rows)."""
-    selected = sum(part.stop - part.start for part in columns)
     return [
-        (piece.begin, piece.valid.tolist(), piece.rows(selected))
+        (piece.begin, piece.valid.tolist(), piece.rows())
         for piece in gather.pieces(_WIDTH, columns, places)
     ]
 

@@ -25,6 +25,13 @@ from bridge.wire import Policy
 NOBODY = "tcp://127.0.0.1:9"
 
 
+@pytest.fixture(params=["in messages", "in memory"], autouse=True)
+def rows_travel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of this holds for rows that are sent and for rows that a bridge reads (`Placing`)."""
+    least = 1 if request.param == "in memory" else 1 << 40
+    monkeypatch.setattr("bridge.placing._LEAST_BYTES", least)
+
+
 @pytest.fixture
 def deaf_endpoint() -> object:
     """A socket that takes messages and never answers."""
