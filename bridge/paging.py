@@ -82,22 +82,32 @@ class Paging:
         Raises:
             _Changed: the trajectory was told anew meanwhile.
         """
-        asked = deque([seq])
+        asked = deque([(fetch, seq)])
         try:
             first = page = self.connection.reply(seq, FetchReply, self.end)
             stop = first.length if fetch.stop is None else min(fetch.stop, first.length)
-            step = len(first.tokens)
-            starts = iter(range(first.start + step, stop, max(1, step)))
+            at, step = first.start, len(first.tokens)
+            starts = iter(range(at + step, stop, max(1, step)))
             while True:
                 for start in islice(starts, _PAGES_AHEAD + 1 - len(asked)):
-                    wanted = replace(fetch, start=start, stop=min(stop, start + step))
-                    asked.append(self.connection.say(wanted))
-                yield Page(page, self.rows(page, asked[0]))
-                self.connection.finish(asked.popleft())
+                    asked.append(self._ask(fetch, start, min(stop, start + step)))
+                yield Page(page, self.rows(page, asked[0][1]))
+                wanted, seq = asked.popleft()
+                self.connection.finish(seq)
+                at += len(page.tokens)
+                # A page that came through the socket is cut short where the first one did not.
+                if page is not first and wanted.stop is not None and at < wanted.stop:
+                    asked.appendleft(self._ask(fetch, at, wanted.stop))
                 if not asked:
                     return
-                page = self.connection.reply(asked[0], FetchReply, self.end)
+                page = self.connection.reply(asked[0][1], FetchReply, self.end)
                 if page.revision != first.revision:
                     raise _Changed
+                if page.start != at or not len(page.tokens):
+                    raise CorruptMessage("a page is none of those that were asked for; fetch again")
         finally:
-            self.connection.forget(asked)
+            self.connection.forget(seq for _, seq in asked)
+
+    def _ask(self, fetch: Fetch, start: int, stop: int) -> tuple[Fetch, int]:
+        wanted = replace(fetch, start=start, stop=stop)
+        return wanted, self.connection.say(wanted)

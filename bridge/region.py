@@ -2,9 +2,9 @@
 
 A record on its way through a loopback socket is copied into the kernel and out of it again, by two
 threads that take cores from those who gather and read. A bridge that can write into the client's
-memory gathers the rows right there. The client makes the memory (so it counts as the client's, and
-ends with it) and offers it with every question; a bridge that cannot reach it, because it runs
-elsewhere, as another user or in a container, answers through the socket as always.
+memory gathers the rows right there. The client makes the memory (so it ends with the client, once
+the bridge has let go of it too) and offers it with every question; a bridge that cannot reach it,
+because it runs elsewhere, as another user or in a container, answers through the socket as always.
 
 The memory is a file without a name (`memfd_create`) that is sealed against shrinking, so that no
 client can pull it away under a bridge that writes to it. The bridge opens it through /proc, which
@@ -29,7 +29,9 @@ PLACE_BYTES = 32 << 20
 PLACES = 5
 _KEY_BYTES = 16
 _HEAD_BYTES = mmap.PAGESIZE  # the key, alone in its page
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_NAME = "sglang-trace"
+# Systems without them have no memfd_create either.
+_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 
 
 class Region:
@@ -42,7 +44,7 @@ class Region:
     def __init__(self, places: int = PLACES, place_bytes: int = PLACE_BYTES) -> None:
         key = secrets.token_bytes(_KEY_BYTES)
         nbytes = _HEAD_BYTES + places * place_bytes
-        self._fd = os.memfd_create("sglang-trace", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, nbytes)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
@@ -80,7 +82,10 @@ class Region:
 def opened(place: Place) -> memoryview | None:
     """The bridge's end: return the whole region of a place, None if it is out of reach."""
     with suppress(OSError, ValueError):
-        fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY)
+        path = f"/proc/{place.pid}/fd/{place.fd}"
+        if not os.readlink(path).startswith(f"/memfd:{_NAME} "):
+            return None  # a device may do something when it is opened
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY)
         try:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 return None
@@ -90,6 +95,7 @@ def opened(place: Place) -> memoryview | None:
             memory = memoryview(mmap.mmap(fd, nbytes))
         finally:
             os.close(fd)
-        if secrets.compare_digest(bytes(memory[:_KEY_BYTES]).hex(), place.key):
+        key = bytes(memory[:_KEY_BYTES]).hex()
+        if secrets.compare_digest(key.encode(), place.key.encode()):
             return memory
     return None

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from hypothesis import HealthCheck, settings
 from numpy.typing import NDArray
 
 from bridge import embedded
+from bridge.connection import Connection
 from bridge.daemon import Daemon
 from bridge.layout import ModelShape, Part, RecordLayout, Site
+from bridge.region import Region
 from bridge.store import MemoryStore, Store
-from bridge.wire import Policy
+from bridge.wire import Message, PageRows, Place, PlacedRows, Policy
 
 # A busy machine is no failure: examples are bounded in number, the session in time.
 settings.register_profile("bridge", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -86,6 +89,43 @@ def serve() -> Iterator[Callable[..., str]]:
 @pytest.fixture
 def endpoint(serve: Callable[[Store], str]) -> str:
     return serve(MemoryStore(64 << 20))
+
+
+@pytest.fixture(params=["socket", "memory"])
+def through(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Have rows come through the socket, or all of them through memory that the client lends."""
+    arrived: set[type[Message]] = set()
+    told = Connection._told
+
+    def watched(self: Connection, *arguments: Any) -> Message:
+        reply = told(self, *arguments)
+        if isinstance(reply, PageRows | PlacedRows):
+            arrived.add(type(reply))
+        return reply
+
+    monkeypatch.setattr(Connection, "_told", watched)
+    if request.param == "socket":
+        monkeypatch.setattr("bridge.connection.is_loopback", lambda _: False)
+    yield request.param
+    assert arrived <= {PageRows if request.param == "socket" else PlacedRows}
+
+
+@pytest.fixture
+def small_pages(through: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """small_pages(page_bytes, piece_bytes): pages of at most so many bytes from here on."""
+
+    def make(page_bytes: int, piece_bytes: int) -> None:
+        borrow = Region.borrow
+
+        def shortened(self: Region) -> Place | None:
+            place = borrow(self)
+            return None if place is None else replace(place, nbytes=page_bytes)
+
+        monkeypatch.setattr(Region, "borrow", shortened)
+        monkeypatch.setattr("bridge.daemon.fetching.MAX_PAGE_BYTES", page_bytes)
+        monkeypatch.setattr("bridge.daemon.gather.PIECE_BYTES", piece_bytes)
+
+    return make
 
 
 @pytest.fixture

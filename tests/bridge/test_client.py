@@ -18,6 +18,7 @@ from bridge.errors import BridgeUnreachable, UnknownTrajectory
 from bridge.layout import LayoutError, Part, RecordLayout, Site
 from bridge.paging import Paging
 from bridge.producer import RecordProducer
+from bridge.region import Region
 from bridge.store import MemoryStore
 from bridge.wire import Fetch, FetchReply, Policy
 
@@ -32,7 +33,7 @@ def producer(endpoint: str, layout: RecordLayout) -> Iterator[RecordProducer]:
 
 
 @pytest.fixture
-def client(endpoint: str) -> Iterator[TraceClient]:
+def client(endpoint: str, through: str) -> Iterator[TraceClient]:
     with TraceClient(endpoint) as connected:
         yield connected
 
@@ -100,11 +101,10 @@ def test_what_is_not_recorded_cannot_be_asked_for(client: TraceClient) -> None:
 
 @pytest.mark.usefixtures("recorded")
 def test_a_long_trajectory_comes_in_pages_that_join_seamlessly(
-    client: TraceClient, monkeypatch: pytest.MonkeyPatch
+    client: TraceClient, small_pages: Callable[[int, int], None]
 ) -> None:
     whole = client.fetch("t")
-    monkeypatch.setattr("bridge.daemon.fetching.MAX_PAGE_BYTES", 500)
-    monkeypatch.setattr("bridge.daemon.gather.PIECE_BYTES", 150)
+    small_pages(500, 150)
     paged = client.fetch("t", start=1)
     for name in ("tokens", "forward", "forward_valid", "kv", "kv_valid", "weight_version_index"):
         np.testing.assert_array_equal(getattr(paged, name), getattr(whole, name)[1:])
@@ -228,10 +228,9 @@ def test_many_trajectories_come_in_order_ahead_of_their_reader(
     producer: RecordProducer,
     client: TraceClient,
     make_rows: Callable[..., NDArray[np.uint8]],
-    monkeypatch: pytest.MonkeyPatch,
+    small_pages: Callable[[int, int], None],
 ) -> None:
-    monkeypatch.setattr("bridge.daemon.fetching.MAX_PAGE_BYTES", 500)
-    monkeypatch.setattr("bridge.daemon.gather.PIECE_BYTES", 150)
+    small_pages(500, 150)
     payload = make_rows(Part.FORWARD, range(60))
     producer.send_rows(Part.FORWARD, range(60), payload, "v")
     for number in range(4):
@@ -261,10 +260,10 @@ def test_a_trajectory_told_anew_between_two_pages_is_read_again(
     producer: RecordProducer,
     client: TraceClient,
     make_rows: Callable[..., NDArray[np.uint8]],
+    small_pages: Callable[[int, int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("bridge.daemon.fetching.MAX_PAGE_BYTES", 500)
-    monkeypatch.setattr("bridge.daemon.gather.PIECE_BYTES", 150)
+    small_pages(500, 150)
     payload = make_rows(Part.FORWARD, range(80))
     producer.send_rows(Part.FORWARD, range(80), payload, "v")
     producer.send_trajectory("t", 0, range(40), range(40), "open")
@@ -284,6 +283,27 @@ def test_a_trajectory_told_anew_between_two_pages_is_read_again(
     records = client.fetch("t")
     assert records.tokens.tolist() == list(range(1, 41))
     np.testing.assert_array_equal(records.forward, payload[40:])
+
+
+def test_pages_of_lent_memory_may_be_larger_than_those_of_the_socket_that_follow_them(
+    producer: RecordProducer,
+    endpoint: str,
+    make_rows: Callable[..., NDArray[np.uint8]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where all places are lent, a page is asked for that the socket's limit cuts short."""
+    monkeypatch.setattr("bridge.daemon.fetching.MAX_PAGE_BYTES", 500)
+    monkeypatch.setattr("bridge.lender.Region", lambda: Region(places=1, place_bytes=3000))
+    payload = make_rows(Part.FORWARD, range(80))
+    producer.send_rows(Part.FORWARD, range(80), payload, "v")
+    producer.send_trajectory("t", 0, range(80), range(80), "finished")
+    producer.flush()
+    with TraceClient(endpoint) as client:
+        for _ in range(2):
+            records = client.fetch("t")
+            assert records.tokens.tolist() == list(range(80))
+            assert records.forward_valid.all()
+            np.testing.assert_array_equal(records.forward, payload)
 
 
 def test_a_client_that_does_not_read_holds_up_nobody_and_gets_everything_later(
@@ -307,6 +327,7 @@ def test_a_client_that_does_not_read_holds_up_nobody_and_gets_everything_later(
             assert all(piece.rows.min() == 1 for piece in pieces if len(piece.rows))
 
 
+@pytest.mark.usefixtures("through")
 def test_rows_that_are_given_up_while_a_client_reads_them_arrive_as_they_were(
     serve: Callable[..., str], layout: RecordLayout
 ) -> None:

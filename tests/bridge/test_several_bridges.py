@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from typer.testing import CliRunner
@@ -107,7 +107,9 @@ def assert_whole(records: Any, rows: list[int]) -> None:
     assert not records.weight_version_index.any()
 
 
-@settings(max_examples=25)
+@pytest.mark.usefixtures("through")
+# What the fixture changes is the same for all examples.
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_sharing_of_rows_between_trajectories_of_several_bridges_comes_back_whole(
     endpoints: str, data: st.DataObject
@@ -178,6 +180,7 @@ def test_a_position_is_filled_only_by_the_row_that_the_home_names(endpoints: str
     assert not records.forward_valid.any()
 
 
+@pytest.mark.usefixtures("through")
 def test_trajectories_come_in_order_and_unknown_ones_as_none_or_an_error(endpoints: str) -> None:
     with producers(endpoints, "order") as connected, TraceClient(endpoints) as client:
         rollout = Rollout(connected)
@@ -272,6 +275,7 @@ def test_an_engine_that_may_not_drop_waits_for_a_killed_bridge_and_loses_nothing
                 assert_whole(client.fetch(name), rows)
 
 
+@pytest.mark.usefixtures("through")
 def test_ranks_of_an_engine_spread_their_shares_of_rows_over_the_same_bridges(
     endpoints: str,
 ) -> None:

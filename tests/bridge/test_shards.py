@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -31,6 +31,8 @@ LAYOUT = RecordLayout(SHAPE, (1, 3), tuple(Site), bits=1)
 SIZES = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)]
 _SIZES = st.sampled_from(SIZES)
 _NAMES = count()
+# What it changes is the same for all examples.
+_THROUGH = [HealthCheck.function_scoped_fixture]
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,7 @@ def tell(producer: RecordProducer, ranks: Ranks, name: str) -> None:
     producer.flush()
 
 
+@pytest.mark.usefixtures("through")
 @pytest.mark.parametrize("heads", [2, 4])
 @pytest.mark.parametrize(("tp", "ep"), SIZES)
 def test_every_split_joins_to_the_undivided_rows(
@@ -108,7 +111,8 @@ def check_split(shared_endpoint: str, layout: RecordLayout, tp: int, ep: int) ->
     np.testing.assert_array_equal(records.kv, ranks.whole(Part.KV))
 
 
-@settings(max_examples=30)
+@pytest.mark.usefixtures("through")
+@settings(max_examples=20, suppress_health_check=_THROUGH)
 @given(st.data())
 def test_any_split_in_any_order_with_repetitions_joins_to_the_undivided_rows(
     shared_endpoint: str, data: st.DataObject
@@ -150,7 +154,8 @@ def test_any_split_in_any_order_with_repetitions_joins_to_the_undivided_rows(
         assert not rows[~valid].any()
 
 
-@settings(max_examples=30)
+@pytest.mark.usefixtures("through")
+@settings(max_examples=20, suppress_health_check=_THROUGH)
 @given(st.data())
 def test_a_narrowed_fetch_has_the_bytes_of_the_undivided_rows(
     shared_endpoint: str, data: st.DataObject
@@ -177,6 +182,7 @@ def test_a_narrowed_fetch_has_the_bytes_of_the_undivided_rows(
         np.testing.assert_array_equal(rows, ranks.whole(part, narrowed))
 
 
+@pytest.mark.usefixtures("through")
 def test_a_rank_that_has_not_sent_makes_rows_missing_for_everyone_and_they_are_counted(
     endpoint: str,
 ) -> None:
@@ -327,6 +333,7 @@ def test_collecting_keeps_every_ranks_bytes_of_what_is_pinned_and_gives_up_the_o
         assert (stats.trajectories, stats.forward_rows, stats.partial_rows) == (1, 5, 0)
 
 
+@pytest.mark.usefixtures("through")
 @pytest.mark.parametrize("rows_a_piece", [1, 3, 50])
 def test_rows_of_one_rank_and_of_several_come_in_one_page(
     serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch, rows_a_piece: int

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import tracemalloc
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -36,10 +36,12 @@ from bridge.wire import (
 )
 from bridge.wire import envelope as wire
 from bridge.wire.envelope import checksum, seal
+from bridge.wire.fetch import MAX_REGION_BYTES
 from tests.bridge.test_wire import EXAMPLES
 
 _HUGE = 1 << 60
 _REFUSED = (CorruptMessage, SchemaMismatch)
+_PLACE = {"pid": 1, "fd": 3, "key": "0" * 32, "offset": 0, "nbytes": 1}
 _WHOLE = next(message for message in EXAMPLES if message.KIND == "hello").shards[0].to_dict()
 
 
@@ -115,6 +117,19 @@ def _headed(header: bytes) -> list[bytes]:
         ("block", {"shard": 64}),
         ("trajectory", {"shard": _HUGE}),
         ("fetch", {"tensor_slice": {"heads": [0] * 100}}),
+        ("fetch", {"place": {str(i): 0 for i in range(6)}}),
+        ("fetch", {"place": _PLACE | {"pid": 0}}),
+        ("fetch", {"place": _PLACE | {"pid": _HUGE}}),
+        ("fetch", {"place": _PLACE | {"fd": -1}}),
+        ("fetch", {"place": _PLACE | {"key": "0" * 33}}),
+        ("fetch", {"place": _PLACE | {"offset": MAX_REGION_BYTES + 1}}),
+        ("fetch", {"place": _PLACE | {"nbytes": MAX_REGION_BYTES + 1}}),
+        ("fetch", {"place": _PLACE | {"nbytes": 0}}),
+        ("placed_rows", {"begin": _HUGE}),
+        ("placed_rows", {"row_bytes": _HUGE}),
+        ("placed_rows", {"row_bytes": 0}),
+        ("placed_rows", {"at": MAX_REGION_BYTES + 1}),
+        ("placed_rows", {"sum": -1}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -325,8 +340,9 @@ def test_a_client_refuses_rows_that_are_not_next_in_their_page(
     assert isinstance(page, FetchReply)
 
     class Bridge:
-        def reply(self, *_: Any) -> PageRows:
-            return wrong(page)
+        @contextmanager
+        def rows(self, *_: Any) -> Iterator[PageRows]:
+            yield wrong(page)
 
     paging = Paging(Bridge(), 0.0)  # type: ignore[arg-type]
     with pytest.raises(CorruptMessage, match="fetch again"):
