@@ -130,7 +130,9 @@ def test_regions_that_are_not_used_are_let_go(
     assert held.landing(b"idle", idle) is not None
 
 
-@pytest.mark.parametrize(("offset", "nbytes"), [(_PAGE, 2 * _PAGE + 1), (3 * _PAGE, 1), (1 << 27, 1)])
+@pytest.mark.parametrize(
+    ("offset", "nbytes"), [(_PAGE, 2 * _PAGE + 1), (3 * _PAGE, 1), (1 << 27, 1)]
+)
 def test_a_place_beyond_the_region_is_none(
     lend: Callable[[], Place], offset: int, nbytes: int
 ) -> None:
@@ -185,7 +187,9 @@ def _layouts(draw: st.DrawFn) -> RecordLayout:
         layers,
     )
     sites = draw(st.sets(st.sampled_from(list(Site)), min_size=1))
-    return RecordLayout(shape, layers, sorted(sites, key=list(Site).index), bits=draw(st.integers(1, 4)))
+    return RecordLayout(
+        shape, layers, sorted(sites, key=list(Site).index), bits=draw(st.integers(1, 4))
+    )
 
 
 @given(

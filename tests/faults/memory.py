@@ -1,7 +1,8 @@
 """Memory of engine, daemon and trainer while the other side takes nothing, each against its limit.
 
-Measured is a process's own memory (RssAnon) over what it had before the first record; the limits
-are those that docs/architecture.md and the options state, and a little for the allocator.
+Measured is a process's own memory (RssAnon) and what a trainer lends (RssShmem, in the trainer and
+in the daemon that writes there) over what it had before the first record; the limits are those that
+docs/architecture.md and the options state, and a little for the allocator.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from bridge.client import TraceClient
-from bridge.daemon.fetching import MAX_PAGE_BYTES
 from bridge.errors import BridgeUnreachable
 from bridge.producer import Overflow
+from bridge.region import PLACE_BYTES, PLACES
 from tests.faults import engine
 from tests.faults.engine import Stream, fill
 from tests.faults.expected import LAYOUT, Expected
@@ -46,15 +47,16 @@ _MEMORY_LIMIT = 256 * MIB
 _FLOOD_ROWS = 160_000  # 309 MB
 _SMALL_LIMIT = 64 * MIB
 _SMALL_FLOOD_ROWS = 40_000  # 77 MB
-_PAGES = Expected("pages", 12_000)  # 23 MB: three pages
+_PAGES = Expected("pages", 12_000)  # 23 MB: two pages in memory that is lent
 _PAGES_BYTES = _PAGES.rows * (LAYOUT.bytes_per_token() + 32)
 _STALLED_TRAINERS = 3
-# Four pages wait for a client (docs/architecture.md).
-_PAGES_A_CLIENT = 4
+# All that a client lends (docs/architecture.md).
+_LENT = PLACES * PLACE_BYTES
+_COUNTED = ("RssAnon:", "RssShmem:")
 
 
 class Watched:
-    """The own memory of a process, looked at often."""
+    """The memory of a process that is no file's, looked at often."""
 
     def __init__(self, pid: int) -> None:
         self._status = Path(f"/proc/{pid}/status")
@@ -83,7 +85,7 @@ class Watched:
             lines = self._status.read_text().splitlines()
         except OSError:
             return 0  # it has ended
-        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(_COUNTED))
 
 
 def engine_while_daemon_is_stopped(overflow: Overflow, repetition: Repetition) -> Outcome:
@@ -176,8 +178,7 @@ def daemon_while_trainers_are_stopped(repetition: Repetition) -> Outcome:
         with watched, running(engine.run, stream) as process:
             outcome = finish(repetition, process, stream)
             time.sleep(repetition.stop_s)
-        pages = _STALLED_TRAINERS * _PAGES_A_CLIENT * MAX_PAGE_BYTES
-        outcome.memory = watched.memory(_SMALL_LIMIT * 11 // 10 + pages)
+        outcome.memory = watched.memory(_SMALL_LIMIT * 11 // 10 + _STALLED_TRAINERS * _LENT)
         with asking(bridge.endpoint, repetition.end) as client:
             return outcome + verify(client, stream) + Outcome(met=1)
 
@@ -210,7 +211,7 @@ def read_one_and_rest(reading: Reading) -> None:
 
 @contextmanager
 def pages(_folder: Path) -> Iterator[Lanes]:
-    """Daemons with a trajectory of three pages."""
+    """Daemons with a trajectory of several pages."""
     with closing(Lanes(_filled)) as lanes:
         yield lanes
 
@@ -222,7 +223,7 @@ def _filled() -> Bridge:
 
 
 def trainer_while_daemon_is_stopped(repetition: Repetition) -> Outcome:
-    """What it asked for and the pages ahead of it, however often it asks."""
+    """What it asked for and the memory that it lends, however often it asks."""
     with (
         repetition.setting.bridge() as bridge,
         _trainer(fetch_on, repetition, bridge, timeout_s=repetition.stop_s / 5) as watched,
@@ -232,18 +233,18 @@ def trainer_while_daemon_is_stopped(repetition: Repetition) -> Outcome:
             time.sleep(repetition.stop_s)
         time.sleep(_REST_S)
     # The last answer, which it lets go of when it has the next, and a fetch that was broken off.
-    limit = 3 * _PAGES_BYTES + _PAGES_A_CLIENT * MAX_PAGE_BYTES + _ALLOCATOR
+    limit = 3 * _PAGES_BYTES + _LENT + _ALLOCATOR
     return Outcome(met=1, memory=watched.memory(limit))
 
 
 def trainer_that_does_not_read_on(repetition: Repetition) -> Outcome:
-    """Of fifty trajectories asked for it holds the one it took and the pages ahead."""
+    """Of fifty trajectories asked for it holds the one it took and the memory that it lends."""
     with (
         repetition.setting.bridge() as bridge,
         _trainer(read_one_and_rest, repetition, bridge, timeout_s=60.0) as watched,
     ):
         time.sleep(_REST_S + repetition.stop_s)
-    limit = _PAGES_BYTES + _PAGES_A_CLIENT * MAX_PAGE_BYTES + _ALLOCATOR
+    limit = _PAGES_BYTES + _LENT + _ALLOCATOR
     return Outcome(met=1, memory=watched.memory(limit))
 
 

@@ -37,10 +37,15 @@ class Reading:
 
 
 def run(reading: Reading) -> None:
-    """Fetch random ranges; an answer may be late, refused as damaged or right, but not wrong."""
+    """Fetch random ranges; an answer may be late, refused as damaged or right, but not wrong.
+
+    Rows come through the socket if the seed is odd, else through memory that is lent.
+    """
     rng, done = np.random.default_rng(reading.seed), Counter({"asked": 0, "wrong": 0})
     _write(reading, done)
     with TraceClient(reading.endpoint, timeout_s=reading.timeout_s) as client:
+        if reading.seed % 2:
+            _lend_no_memory(client)
         while not reading.stop.exists() and done["fetched"] != reading.fetches:
             start = int(rng.integers(0, reading.expected.rows))
             done["asked"] += 1
@@ -53,6 +58,11 @@ def run(reading: Reading) -> None:
                 compared, wrong = compare(records, reading.expected)
                 done.update(fetched=1, compared=compared, wrong=wrong)
             _write(reading, done)
+
+
+def _lend_no_memory(client: TraceClient) -> None:
+    for connection in client._connections:
+        connection._lender = None
 
 
 def reported(reading: Reading) -> Counter[str]:
