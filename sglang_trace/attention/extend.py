@@ -1,4 +1,7 @@
-"""Prefill and chunked prefill over an NVFP4 KV cache: a FlashAttention-2 loop that dequantizes.
+"""Attention of requests' last tokens over an NVFP4 KV cache: a FlashAttention-2 loop in Triton.
+
+Decode uses it where there is no CUDA compiler (`triton_decode`). Prefill does not, because the loop
+dequantizes a key again for every tile of queries: `extend_flash` does that once.
 
 The keys of a tile are taken apart in registers, so only the slots of running requests are read, and
 those once for all query heads of a group. A byte holds two neighbours of a head, so even and odd

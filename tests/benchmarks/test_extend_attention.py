@@ -13,7 +13,7 @@ from benchmarks.extend_attention import CASES, FLASH, KERNELS, Case, Inputs, mea
 from benchmarks.gpu_timing import Table
 from sglang_trace.attention import extend_flash
 from sglang_trace.attention.extend_pieces import pieces_of
-from tests.sglang_trace.attention.conftest import attention_of_torch
+from tests.sglang_trace.attention.stand_in import attention_of_torch
 from tests.sglang_trace.kernels.inputs import DEVICE
 
 SMALL = Case("small", 2, new=9, prefix=20, q_heads=4, kv_heads=2, head_dim=64)

@@ -1,7 +1,7 @@
 """Prefill over dequantized keys and values against dequantize-then-attend.
 
 Where there is no GPU another attention of torch takes the place of its flash attention
-(`conftest.py`): tested is then what it is given, and where its results go.
+(`stand_in.py`): tested is then what it is given, and where its results go.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ def test_pieces_cover_a_pass_once_and_fit(
         one = mine.stop - mine.start == 1
         assert piece.keys * count <= room or (one and count == 1)
         assert one or max(lengths[mine]) < LONG, "a long request is alone"
+        assert one or count == heads, "of several requests all heads"
         assert piece.tokens == slice(sum(new[: mine.start]), sum(new[: mine.stop]))
         assert piece.q_starts_S.tolist() == [0, *itertools.accumulate(new[mine])]
         assert piece.k_starts_S.tolist() == [0, *itertools.accumulate(lengths[mine])]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bridge.fp4 import NVFP4_BLOCK, Fp4Tensor, unpack_nibbles
+from sglang_trace.kernels import kv_dequantize
 from sglang_trace.kernels.kv_dequantize import dequantize_keys_and_values
 from tests.sglang_trace.kernels.inputs import DEVICE, needs_gpu, same_bits
 
@@ -83,6 +84,11 @@ def test_some_heads_of_some_requests_in_the_order_of_positions(
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_every_head_size(size: int) -> None:
     check([33, 1, 90], 2, slice(0, 2), size, 1, seed=size)
+
+
+def test_a_program_goes_on_to_further_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_dequantize, "_MOST_PROGRAMS", 3)
+    check([300, 5, 131], 3, slice(1, 3), 64, 16, seed=1)
 
 
 def test_every_code_word_at_every_scale_is_exact() -> None:
