@@ -37,6 +37,7 @@ from sglang_trace.kernels.kv_dequantize import dequantize_keys_and_values
 
 Call = Callable[[], Tensor]
 CHECKED_TOKENS = 8
+DEVICE = "cuda"
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     table = Table(copy_rate())
     for case in shapes:
-        inputs = Inputs(case, "cuda")
+        inputs = Inputs(case, DEVICE)
         flash_us = None
         for kernel in wanted:
             us = measure(table, inputs, kernel, flash_us)

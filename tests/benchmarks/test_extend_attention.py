@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +77,35 @@ def test_a_kernel_that_fails_is_a_row_with_its_reason(capsys: pytest.CaptureFixt
     (row,) = table.rows
     assert row["failed"].startswith("ValueError: its causal mask begins at the first key")
     assert "torch SDPA" in capsys.readouterr().out
+
+
+def after_a_call(call: Callable[[], object]) -> float:
+    call()
+    return 100.0
+
+
+def test_a_run_writes_every_kernel_of_every_case(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(benchmark, "CASES", (SMALL, FRESH))
+    monkeypatch.setattr(benchmark, "DEVICE", DEVICE)
+    monkeypatch.setattr(benchmark, "copy_rate", lambda: 4000.0)
+    monkeypatch.setattr(benchmark, "eager_microseconds", after_a_call)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some device")
+    out = tmp_path / "deep" / "result.json"
+    benchmark.main(out=out, kernels="", cases="", commit="abc")
+    report = json.loads(out.read_text())
+    assert {"name", "date", "commit", "command", "device", "versions", "rows"} <= set(report)
+    assert (report["name"], report["commit"]) == ("extend_attention", "abc")
+    told = [(row["case"], row["kernel"], "failed" in row) for row in report["rows"]]
+    kernels = [*KERNELS, "dequantize"]
+    assert told == [
+        *(("small", kernel, kernel == "torch SDPA BF16") for kernel in kernels),
+        *(("fresh", kernel, False) for kernel in kernels),
+    ]
+    benchmark.main(out=out, kernels="ours", cases="fresh", commit="abc")
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["kernel"] for row in rows] == ["ours", "dequantize"]
 
 
 def test_dequantized_keys_lie_in_the_order_of_positions() -> None:
