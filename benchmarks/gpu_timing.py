@@ -15,6 +15,8 @@ import triton
 from benchmarks.command_line import command_line
 
 Call = Callable[[int], object]
+# Of calls without a graph: the first launch after a wait does not count for much then.
+LEAST_ROUND_US = 20_000
 
 
 def microseconds(call: Call, sets: int, replays: int = 15) -> float:
@@ -35,6 +37,28 @@ def microseconds(call: Call, sets: int, replays: int = 15) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) * 1000 / sets)
     return statistics.median(times[2:])
+
+
+def eager_microseconds(call: Callable[[], object], rounds: int = 7) -> float:
+    """Median time of a call without a graph: many after each other between two events.
+
+    Where the host needs longer for a launch than the device for the work, that is the time.
+    """
+
+    def elapsed(calls: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1000 / calls
+
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    calls = max(1, min(100, int(LEAST_ROUND_US / elapsed(3))))
+    return statistics.median(elapsed(calls) for _ in range(rounds))
 
 
 class Table:

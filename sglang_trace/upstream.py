@@ -190,7 +190,7 @@ _ATTENTION_BACKEND = (
     Attributes(f"{_SRT}.mem_cache.memory_pool:ReqToTokenPool", ("size",)),
     Attributes(
         f"{_SRT}.model_executor.forward_batch_info:ForwardBatch",
-        ("batch_size", "req_pool_indices", "seq_lens", "extend_seq_lens"),
+        ("batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu", "extend_seq_lens_cpu"),
     ),
     Attributes(
         f"{_SRT}.configs.model_config:ModelConfig", ("is_encoder_decoder", "has_attention_sinks")

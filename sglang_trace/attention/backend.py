@@ -21,7 +21,8 @@ from torch import Tensor
 
 from sglang_trace import failure
 from sglang_trace.attention import ATTENTION_BACKEND
-from sglang_trace.attention.extend import extend_attention
+from sglang_trace.attention.extend_flash import extend_flash
+from sglang_trace.attention.extend_pieces import Piece, pieces_of
 from sglang_trace.attention.refusals import AttentionRefused, HeadSizes, check_model
 from sglang_trace.attention.triton_decode import TritonDecode
 from sglang_trace.kernels.slot_table import copy_slots
@@ -51,19 +52,11 @@ class Batch:
     lengths_B: Tensor
 
 
-@dataclass(frozen=True)
-class Chunks:
-    """Which tokens of a prefill pass belong to which request: int32 [B], and the most of one."""
-
-    starts_B: Tensor
-    new_B: Tensor
-    most_new: int
-
-
 class TraceFp4Backend(AttentionBackend):  # type: ignore[misc]
     """Reads what the pool's NVFP4 method has stored; one a scheduler process."""
 
-    # Lengths are only read on the GPU.
+    # Decode reads lengths on the GPU only, and prefill's are on the host anyway: without drafts,
+    # which are refused, SGLang counts them there.
     needs_cpu_seq_lens = False
 
     def __init__(self, model_runner: Any) -> None:
@@ -83,7 +76,7 @@ class TraceFp4Backend(AttentionBackend):  # type: ignore[misc]
         self._max_batch = int(self.req_to_token_pool.size)
         self._decode = make_decode(self._sizes, self._max_batch, self._device)
         self._batch: Batch | None = None
-        self._chunks: Chunks | None = None
+        self._pieces: list[Piece] | None = None
         # Of decode graphs.
         self._copy_MC: Tensor | None = None
         self._order_M: Tensor | None = None
@@ -104,9 +97,18 @@ class TraceFp4Backend(AttentionBackend):  # type: ignore[misc]
                 f"{ATTENTION_BACKEND} does not compute a forward pass of mode {mode.name}: switch "
                 "the feature that makes it off or choose another --attention-backend."
             )
-        new_B = forward_batch.extend_seq_lens.to(torch.int32)
-        starts_B = new_B.cumsum(0, dtype=torch.int32) - new_B
-        self._chunks = Chunks(starts_B, new_B, max(forward_batch.extend_seq_lens_cpu))
+        if forward_batch.seq_lens_cpu is None:
+            raise AttentionRefused(
+                f"SGLang has no lengths on the host for a pass of mode {mode.name}, which "
+                f"{ATTENTION_BACKEND} divides by them: choose another --attention-backend."
+            )
+        self._pieces = pieces_of(
+            forward_batch.extend_seq_lens_cpu,
+            forward_batch.seq_lens_cpu.tolist(),
+            heads=self._sizes.kv_heads,
+            size=self._sizes.size,
+            device=self._device,
+        )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what decode graphs read in the place of SGLang's table."""
@@ -176,19 +178,16 @@ class TraceFp4Backend(AttentionBackend):  # type: ignore[misc]
         """Store keys and values [T, H, D] and attend with the requests' new tokens: [T, HQ * D]."""
         self._store(layer, forward_batch, k, v, save_kv_cache, extras)
         assert self._batch is not None
-        assert self._chunks is not None
+        assert self._pieces is not None
         q_THD = q.reshape(-1, self._sizes.q_heads, self._sizes.size)
         out_THD = q_THD.new_empty(q_THD.shape)
         k_scale, v_scale = self._scales.get_bmm_scales(layer.layer_id)
-        extend_attention(
+        extend_flash(
             q_THD,
             *self._stored(layer),
             table_RE=self._batch.table_RC,
             rows_B=self._batch.rows_B,
-            lengths_B=self._batch.lengths_B,
-            starts_B=self._chunks.starts_B,
-            new_B=self._chunks.new_B,
-            most_new=self._chunks.most_new,
+            pieces=self._pieces,
             page_size=PAGE_SIZE,
             k_scale=k_scale,
             v_scale=v_scale,

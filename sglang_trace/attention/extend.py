@@ -1,4 +1,7 @@
-"""Prefill and chunked prefill over an NVFP4 KV cache: a FlashAttention-2 loop that dequantizes.
+"""Attention of requests' last tokens over an NVFP4 KV cache: a FlashAttention-2 loop in Triton.
+
+Decode uses it where there is no CUDA compiler (`triton_decode`). Prefill does not, because the loop
+dequantizes a key again for every tile of queries: `extend_flash` does that once.
 
 The keys of a tile are taken apart in registers, so only the slots of running requests are read, and
 those once for all query heads of a group. A byte holds two neighbours of a head, so even and odd
@@ -23,11 +26,10 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_trace.kernels.arithmetic import bits_of, float_of, round_bf16, upcast
+from sglang_trace.kernels.kv_values import CODE_FACTOR, stored_values
 
 HEAD_DIMS = (64, 128, 256)
 KEYS = 64
-# E2M1's magnitude bits where FP16's exponent ends are the value * 2^-14.
-_CODE_FACTOR = 2.0**14
 _LOG2E = 1.4426950408889634
 
 
@@ -106,8 +108,8 @@ def extend_attention(
         q_THD.stride(0),
         out_THD.stride(0),
         table_RE.stride(0),
-        sm_scale * k_scale * _CODE_FACTOR * _LOG2E,
-        v_scale * _CODE_FACTOR,
+        sm_scale * k_scale * CODE_FACTOR * _LOG2E,
+        v_scale * CODE_FACTOR,
         heads,
         group,
         page_size,
@@ -144,42 +146,6 @@ def _tile_rows(rows: int, size: int) -> int:
         return _LEAST_ROWS
     # Twice 64 rows of 256 columns do not fit into the registers of eight warps.
     return 64 if size > 128 else 128
-
-
-@triton.jit
-def code_pairs(packed):
-    """Return the E2M1 values of the low and the high nibbles, times 2^-14, as FP16."""
-    wide = packed.to(tl.uint16)
-    low = ((wide & 0x07) << 9) | ((wide & 0x08) << 12)
-    high = ((wide & 0x70) << 5) | ((wide & 0x80) << 8)
-    return low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def block_scales(scales):
-    """Return E4M3 block scales as FP16, exact; E4M3's exponent is FP16's less 8."""
-    wide = scales.to(tl.uint16)
-    magnitude = wide & 0x7F
-    bits = tl.where(magnitude == 0x7F, 0x7E00, magnitude << 7) | ((wide & 0x80) << 8)
-    factor = tl.full(bits.shape, 256.0, tl.float16)
-    return bits.to(tl.uint16).to(tl.float16, bitcast=True) * factor
-
-
-@triton.jit
-def _values(codes, scales, at_N, live_N, SIZE: tl.constexpr, N: tl.constexpr):
-    """Return the even and odd columns [N, D/2] stored at `at_N`, times 2^-14; 0 where not live."""
-    half = tl.arange(0, SIZE // 2)
-    block = tl.arange(0, SIZE // 16)
-    packed = tl.load(
-        codes + at_N[:, None] * (SIZE // 2) + half[None, :], mask=live_N[:, None], other=0
-    )
-    scale = tl.load(
-        scales + at_N[:, None] * (SIZE // 16) + block[None, :], mask=live_N[:, None], other=0
-    )
-    scale = tl.expand_dims(block_scales(scale), 2)
-    scale = tl.reshape(tl.broadcast_to(scale, (N, SIZE // 16, 8)), (N, SIZE // 2))
-    even, odd = code_pairs(packed)
-    return even * scale, odd * scale
 
 
 # One kernel for all numbers of heads: they only place a row.
@@ -246,7 +212,7 @@ def _extend(
         live_N = key_N < end
         page_N = tl.load(pages + key_N // page_size, mask=live_N, other=0).to(tl.int64)
         at_N = (page_N * page_size + key_N % page_size) * heads + head
-        even_k, odd_k = _values(k_codes, k_scales, at_N, live_N, SIZE, TILE_N)
+        even_k, odd_k = stored_values(k_codes, k_scales, at_N, live_N, SIZE, TILE_N)
         score = tl.dot(even_q, tl.trans(even_k))
         score = tl.dot(odd_q, tl.trans(odd_k), score) * score_scale_M[:, None]
         seen = (key_N[None, :] <= position_M[:, None]) & live_N[None, :]
@@ -256,7 +222,7 @@ def _extend(
         keep_M = tl.exp2(most_score_M - most_M)
         sum_M = sum_M * keep_M + tl.sum(weight, axis=1)
         most_score_M = most_M
-        even_v, odd_v = _values(v_codes, v_scales, at_N, live_N, SIZE, TILE_N)
+        even_v, odd_v = stored_values(v_codes, v_scales, at_N, live_N, SIZE, TILE_N)
         weight = weight.to(tl.float16)
         even_out = tl.dot(weight, even_v, even_out * keep_M[:, None])
         odd_out = tl.dot(weight, odd_v, odd_out * keep_M[:, None])

@@ -77,7 +77,7 @@ class Engine:
             batch_size=len(rows),
             req_pool_indices=torch.tensor(rows, device=DEVICE),
             seq_lens=torch.tensor(lengths, device=DEVICE),
-            extend_seq_lens=torch.tensor(new, dtype=torch.int32, device=DEVICE),
+            seq_lens_cpu=torch.tensor(lengths),
             extend_seq_lens_cpu=new,
             out_cache_loc=torch.cat(slots).long(),
         )

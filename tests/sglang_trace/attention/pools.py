@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from bridge.fp4 import pack_nibbles, quantize_nvfp4
-from sglang_trace.attention.reference import PagedKV
+from sglang_trace.attention.reference import PagedKV, attend
 from tests.sglang_trace.kernels.inputs import DEVICE
 
 # Of BF16 numbers of these sizes: 2^-8 for the output's own rounding, the rest for the weights.
@@ -61,4 +63,18 @@ def random_queries(tokens: int, heads: int, size: int, seed: int) -> Tensor:
 def worst_error(out: Tensor, expected: Tensor) -> float:
     """The largest error in units of what is allowed; 1 is at the limit, NaN counts as infinite."""
     allowed = ABSOLUTE + RELATIVE * expected.abs()
+    return float(((out.float() - expected).abs() / allowed).nan_to_num(torch.inf).max())
+
+
+def flash_error(out: Tensor, q: Tensor, kv: PagedKV, new: list[int], sm_scale: float) -> float:
+    """As `worst_error`, for kernels that round their weights to BF16.
+
+    A weight is then off by up to 2^-9 of itself, so a sum of values of both signs is off by that
+    share of the sum of magnitudes, twice which is allowed; the output itself is rounded once or
+    twice, by 2^-9 of itself each time.
+    """
+    expected = attend(q, kv, new, sm_scale)
+    magnitudes = attend(q, replace(kv, v_codes_PHd=kv.v_codes_PHd & 0x77), new, sm_scale)
+    # Of values that are all zero nothing is allowed, and nothing is wrong.
+    allowed = 2**-8 * (magnitudes + expected.abs()) + 2**-30
     return float(((out.float() - expected).abs() / allowed).nan_to_num(torch.inf).max())

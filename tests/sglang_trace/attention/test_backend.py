@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from bridge.fp4 import pack_nibbles, quantize_nvfp4
+from sglang_trace.attention import extend_pieces
 from sglang_trace.attention.backend import TraceFp4Backend
 from sglang_trace.attention.reference import attend
 from sglang_trace.attention.refusals import AttentionRefused
 from tests.sglang_trace.attention.engine import K_SCALE, V_SCALE, Engine
-from tests.sglang_trace.attention.pools import worst_error
+from tests.sglang_trace.attention.pools import flash_error, worst_error
 from tests.sglang_trace.kernels.inputs import DEVICE, needs_gpu
 
 
@@ -35,7 +36,12 @@ def run(engine: Engine, backend: TraceFp4Backend, batch: Any, new: list[int], se
         q, k, v = engine.qkv(sum(new), seed + number)
         out = backend.forward(q, k, v, layer, batch)
         assert out.shape == q.shape
-        assert worst_error(out, expected(engine, number, batch, q, new)) < 1
+        if batch.forward_mode.is_decode():
+            assert worst_error(out, expected(engine, number, batch, q, new)) < 1
+        else:
+            q_THD = q.view(len(q), layer.tp_q_head_num, layer.head_dim)
+            kv = engine.stored(number, batch)
+            assert flash_error(out.view_as(q_THD), q_THD, kv, new, layer.scaling) < 1
 
 
 def test_chunks_a_prefix_hit_and_decode_read_what_is_stored(engine: Engine) -> None:
@@ -51,6 +57,17 @@ def test_chunks_a_prefix_hit_and_decode_read_what_is_stored(engine: Engine) -> N
         run(engine, backend, batch, [1, 1, 1], 10 + step)
     # A chunk together with a step of running requests.
     run(engine, backend, engine.batch("MIXED", [4, 2], [10, 34], [10, 1]), [10, 1], 20)
+
+
+def test_a_pass_larger_than_the_scratch_is_computed_in_pieces(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 40 keys of one head of 64.
+    monkeypatch.setattr(extend_pieces, "SCRATCH_BYTES", 40 * 64 * 4)
+    backend = TraceFp4Backend(engine)
+    new = [12, 7, 30, 3]
+    run(engine, backend, engine.batch("EXTEND", [2, 3, 1, 4], new, new), new, 1)
+    run(engine, backend, engine.batch("EXTEND", [2, 1], [15, 33], [3, 3]), [3, 3], 2)
 
 
 def test_the_pool_holds_the_reference_quantizers_bits(engine: Engine) -> None:
@@ -99,6 +116,14 @@ def test_passes_of_speculation_are_refused(engine: Engine, mode: str) -> None:
     backend = TraceFp4Backend(engine)
     with pytest.raises(AttentionRefused, match=mode):
         backend.init_forward_metadata(engine.batch(mode, [1], [4], [4]))
+
+
+def test_a_prefill_without_lengths_on_the_host_is_refused(engine: Engine) -> None:
+    backend = TraceFp4Backend(engine)
+    batch = engine.batch("EXTEND", [1], [4], [4])
+    batch.seq_lens_cpu = None
+    with pytest.raises(AttentionRefused, match=r"no lengths on the host .*choose another"):
+        backend.init_forward_metadata(batch)
 
 
 @pytest.mark.parametrize("extra", [{"sinks": torch.ones(4)}, {"k": None, "v": None}])

@@ -1,4 +1,4 @@
-"""Prefill over FP4 keys and values against dequantize-then-attend."""
+"""The Triton loop over FP4 keys and values against dequantize-then-attend."""
 
 from __future__ import annotations
 
