@@ -25,6 +25,7 @@ from bridge.store import MemoryStore, Store
 from bridge.wire import (
     Ack,
     Error,
+    Fetch,
     FetchReply,
     Hello,
     Message,
@@ -347,3 +348,40 @@ def test_a_client_refuses_rows_that_are_not_next_in_their_page(
     paging = Paging(Bridge(), 0.0)  # type: ignore[arg-type]
     with pytest.raises(CorruptMessage, match="fetch again"):
         next(paging.rows(page, 0))
+
+
+@pytest.mark.parametrize("changes", [{"start": 4}, {"start": 6}, {"tokens": np.empty(0, np.int32)}])
+def test_a_client_refuses_a_page_that_does_not_begin_where_the_one_before_it_ends(
+    changes: dict[str, Any],
+) -> None:
+    first = _example("fetch_reply")
+    assert isinstance(first, FetchReply)
+    right = replace(first, start=5)  # of positions 2 to 8 the first page has three
+    assert (first.start, len(first.tokens), first.length) == (2, 3, 9)
+
+    class Bridge:
+        def __init__(self, *pages: FetchReply) -> None:
+            self.asked: list[Fetch] = []
+            self.pages = list(pages)
+
+        def say(self, question: Fetch) -> int:
+            self.asked.append(question)
+            return len(self.asked)
+
+        def reply(self, *_: Any) -> FetchReply:
+            return self.pages.pop(0)
+
+        def finish(self, _: int) -> None: ...
+
+        def forget(self, seqs: Iterator[int]) -> None:
+            list(seqs)
+
+    def heads(bridge: Bridge) -> list[int]:
+        paging = Paging(bridge, 0.0)  # type: ignore[arg-type]
+        return [page.head.start for page in paging._pages(Fetch("t"), 0)]
+
+    bridge = Bridge(first, right, replace(first, start=8))
+    assert heads(bridge) == [2, 5, 8]
+    assert [(each.start, each.stop) for each in bridge.asked] == [(5, 8), (8, 9)]
+    with pytest.raises(CorruptMessage, match="none of those"):
+        heads(Bridge(first, replace(right, **changes)))
