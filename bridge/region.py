@@ -25,7 +25,7 @@ from bridge.wire.place import MAX_REGION_BYTES
 
 # A page costs a millisecond besides its bytes, so it is large; `bridge.paging` has so many on their
 # way at a time. Only what is written to takes memory.
-PLACE_BYTES = 32 << 20
+PLACE_BYTES = 24 << 20
 PLACES = 5
 _KEY_BYTES = 16
 _HEAD_BYTES = mmap.PAGESIZE  # the key, alone in its page

@@ -14,6 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from bridge.daemon import regions
 from bridge.daemon.fetching import _page
+from bridge.daemon.gather import Piece
 from bridge.daemon.regions import Landing, Regions
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from bridge.region import Region
@@ -141,18 +142,19 @@ def test_a_place_beyond_the_region_is_none(
     assert held.landing(b"a", replace(place, offset=_PAGE, nbytes=2 * _PAGE)) is not None
 
 
+def _piece(begin: int, valid: list[bool], rows: list[bytes]) -> Piece:
+    """A piece of rows of six bytes, each in a payload of its own."""
+    payloads = [memoryview(row) for row in rows]
+    begins, counts = np.zeros(len(rows), np.int64), np.ones(len(rows), np.int64)
+    return Piece(begin, np.array(valid), payloads, begins, counts, 6, np.array([[0, 6]]))
+
+
 def test_pieces_are_written_behind_each_other_and_told_with_their_checksum() -> None:
     memory = memoryview(bytearray(100))
     landing = Landing(memory[10:90])
     first = landing.take(_rows(1, 2))
-    second = landing.put(
-        Part.FORWARD,
-        2,
-        np.array([True, False, True]),
-        6,
-        iter([memoryview(b"abcdef"), memoryview(b"gh"), memoryview(b"ijkl")]),
-    )
-    empty = landing.put(Part.FORWARD, 5, np.zeros(4, np.bool_), 6, [])
+    second = landing.put(Part.FORWARD, _piece(2, [True, False, True], [b"abcdef", b"ghijkl"]))
+    empty = landing.put(Part.FORWARD, _piece(5, [False] * 4, []))
     third = landing.take(_rows(3, begin=9))
     written = [bytes([1] * 8 + [2] * 8), b"abcdefghijkl", b"", bytes([3] * 8)]
     assert bytes(memory) == bytes(10) + b"".join(written) + bytes(100 - 10 - 36)

@@ -24,6 +24,7 @@ from bridge.wire import (
     Gc,
     GcReply,
     Hello,
+    LentRows,
     List,
     ListReply,
     Message,
@@ -65,6 +66,7 @@ EXAMPLES: list[Message] = [
     Fetch("t", 3, 9, (2,), ("fc1",)),
     Fetch("t"),
     Fetch("t", tensor_slice=TensorSlice((16, 32), (0, 1))),
+    LentRows(_ROWS.block, Place(1, 0, "", 0, 1 << 20), (1 << 64) - 1),
     Fetch("t", place=Place((1 << 22) - 1, 7, "0f" * 16, 4096, 12 << 20)),
     FetchReply(
         "t",

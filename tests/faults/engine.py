@@ -10,13 +10,16 @@ from pathlib import Path
 
 import numpy as np
 
+from bridge import placing
 from bridge.errors import StoreFull, TraceError
 from bridge.layout import Part
+from bridge.placing import Placing
 from bridge.producer import Overflow, RecordProducer, _Unacknowledged
 from bridge.wire import Ack, TrajectoryState, decode
 from tests.faults.expected import LAYOUT, Expected
 from tests.faults.journal import Journal, Promises, read
 
+_PLACES, _PLACE_BYTES = 3, 512 << 10
 _FILLED_ROWS = 16  # of one message
 _TELL_EVERY = 6  # messages of rows between two of the trajectories
 
@@ -47,7 +50,10 @@ class Stream:
 
 
 class WitnessedProducer(RecordProducer):
-    """Writes down what is sent and what is acknowledged, each before it has any effect."""
+    """Writes down what is sent and what is acknowledged, each before it has any effect.
+
+    Of every four seeds in a row two have their rows read out of memory as long as there is a place.
+    """
 
     def __init__(self, stream: Stream) -> None:
         self._journal = Journal(stream.journal)
@@ -58,6 +64,7 @@ class WitnessedProducer(RecordProducer):
             deadline_s=stream.deadline_s,
             overflow=stream.overflow,
         )
+        self._placing = Placing(_PLACES * _PLACE_BYTES, _PLACE_BYTES) if stream.seed & 2 else None
 
     def _keep_and_send(self, message: _Unacknowledged) -> None:
         told, seq = decode(message.frames)
@@ -77,6 +84,7 @@ class WitnessedProducer(RecordProducer):
 def run(stream: Stream) -> None:
     """Stream to the end; the exit status is 1 if the bridge could not be used."""
     journal = Journal(stream.journal)
+    placing._LEAST_BYTES = 1  # of a message whose rows are read out of memory
     try:
         with closing(WitnessedProducer(stream)) as producer:
             send_all(stream, producer)

@@ -47,7 +47,7 @@ _MEMORY_LIMIT = 256 * MIB
 _FLOOD_ROWS = 160_000  # 309 MB
 _SMALL_LIMIT = 64 * MIB
 _SMALL_FLOOD_ROWS = 40_000  # 77 MB
-_PAGES = Expected("pages", 12_000)  # 23 MB: two pages in memory that is lent
+_PAGES = Expected("pages", 20_000)  # 39 MB: two pages in memory that is lent
 _PAGES_BYTES = _PAGES.rows * (LAYOUT.bytes_per_token() + 32)
 _STALLED_TRAINERS = 3
 # All that a client lends (docs/architecture.md).
