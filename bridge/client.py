@@ -241,7 +241,11 @@ class TraceClient:
         """Ask all bridges at a time; return their replies in order."""
         end = time.monotonic() + self._timeout_s
         asked = [(each, each.say(question)) for each in self._connections]
-        return [each.reply(seq, kind, end) for each, seq in asked]
+        try:
+            return [each.reply(seq, kind, end) for each, seq in asked]
+        finally:
+            for each, seq in asked:
+                each.forget([seq])
 
     def _list(self, connection: Connection, prefix: str) -> list[TrajectorySummary]:
         summaries: list[TrajectorySummary] = []

@@ -89,8 +89,10 @@ def opened(place: Place) -> memoryview | None:
         try:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 return None
-            nbytes = os.fstat(fd).st_size
-            if not _HEAD_BYTES < nbytes <= MAX_REGION_BYTES:
+            status = os.fstat(fd)
+            nbytes = status.st_size
+            # Root may open anybody's, and whoever made it could let a write to it fail.
+            if status.st_uid != os.geteuid() or not _HEAD_BYTES < nbytes <= MAX_REGION_BYTES:
                 return None
             memory = memoryview(mmap.mmap(fd, nbytes))
         finally:

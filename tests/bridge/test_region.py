@@ -97,6 +97,16 @@ def test_the_memory_of_a_connection_is_within_what_a_bridge_maps() -> None:
     assert PLACES * PLACE_BYTES + mmap.PAGESIZE <= MAX_REGION_BYTES
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user, which takes root")
+def test_memory_of_another_user_is_out_of_reach_even_for_root(
+    lookalike: Callable[..., Place],
+) -> None:
+    other = lookalike()
+    assert opened(other) is not None
+    os.fchown(other.fd, 65534, -1)
+    assert opened(other) is None
+
+
 def test_a_lookalike_is_memory_like_any_other(lookalike: Callable[..., Place]) -> None:
     """What the next tests change is all that keeps it from being opened."""
     assert opened(lookalike()) is not None
