@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from bridge.wire.fields import Fields
@@ -30,7 +30,13 @@ class Place:
 
     def body(self) -> dict[str, Any]:
         """Return the fields as a map."""
-        return asdict(self)
+        return {
+            "pid": self.pid,
+            "fd": self.fd,
+            "key": self.key,
+            "offset": self.offset,
+            "nbytes": self.nbytes,
+        }
 
 
 def parsed_place(fields: Fields) -> Place | None:
