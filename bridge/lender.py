@@ -5,11 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
 from bridge.errors import CorruptMessage
-from bridge.region import Region
+from bridge.region import STAMP_BYTES, Region, stamped
 from bridge.wire import PageRows, Place, PlacedRows
+
+_NOT_LENT = "rows arrived for memory that was not lent to them; fetch again"
 
 
 class Lender:
@@ -49,10 +50,10 @@ class Lender:
         return PageRows(placed.part, placed.begin, placed.valid, rows_VW)
 
     def check(self, seq: int, placed: PlacedRows) -> None:
-        """Raise CorruptMessage unless the rows of `rows` stand there still as they were sent."""
-        if xxh3_64_intdigest(self._view(seq, placed)) != placed.sum:
+        """Raise CorruptMessage unless nothing has been written over the rows of `rows` since."""
+        if stamped(self._memory(seq)) != placed.stamp:
             raise CorruptMessage(
-                "rows in shared memory fail their checksum: the bridge wrote there again, as if it "
+                "rows in shared memory have another stamp: the bridge wrote there again, as if it "
                 "had been asked twice; fetch again"
             )
 
@@ -82,10 +83,13 @@ class Lender:
         return None
 
     def _view(self, seq: int, placed: PlacedRows) -> memoryview:
+        rows = self._memory(seq)[STAMP_BYTES:]
+        if placed.at + placed.nbytes > len(rows):
+            raise CorruptMessage(_NOT_LENT)
+        return rows[placed.at : placed.at + placed.nbytes]
+
+    def _memory(self, seq: int) -> memoryview:
         place = self._lent.get(seq)
-        view = None
-        if place is not None and self._region is not None:
-            view = self._region.view(place, placed.at, placed.nbytes)
-        if view is None:
-            raise CorruptMessage("rows arrived for memory that was not lent to them; fetch again")
-        return view
+        if place is None or self._region is None:
+            raise CorruptMessage(_NOT_LENT)
+        return self._region.memory(place)

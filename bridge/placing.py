@@ -10,8 +10,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from bridge.region import Region
-from bridge.summed_copy import summed_copy
+from bridge.region import STAMP_BYTES, Region, stamp
 from bridge.wire import LentRows, Rows
 from bridge.wire.fields import wire_bytes
 from bridge.wire.place import MAX_REGION_BYTES
@@ -39,16 +38,18 @@ class Placing:
         place = None if self._region is None else self._region.borrow()
         if place is None or self._region is None:
             return None
-        view = self._region.view(place, 0, payload.nbytes)
-        assert view is not None
-        return LentRows(rows.block, place, summed_copy(view, payload))
+        memory = self._region.memory(place)
+        stamped = stamp(memory)
+        memory[STAMP_BYTES : STAMP_BYTES + payload.nbytes] = payload
+        return LentRows(rows.block, place, stamped)
 
     def taken_back(self, lent: LentRows) -> Rows:
         """Return the message itself, and use its place again."""
         assert self._region is not None
-        view = self._region.view(lent.place, 0, lent.nbytes)
-        assert view is not None
-        payload = np.frombuffer(bytes(view), np.uint8).reshape(-1, lent.block.row_bytes)
+        rows = self._region.memory(lent.place)[STAMP_BYTES:]
+        payload = np.frombuffer(bytes(rows[: lent.nbytes]), np.uint8).reshape(
+            -1, lent.block.row_bytes
+        )
         self.take_back(lent)
         return Rows(lent.block, payload)
 

@@ -10,6 +10,12 @@ The memory is a file without a name (`memfd_create`) that is sealed against shri
 client can pull it away under a bridge that writes to it. The bridge opens it through /proc, which
 the kernel allows processes of the same user, and knows by a random key at its beginning that it is
 the one that is meant and not that of another process with the same number in another container.
+
+Messages may arrive twice or late. So whoever writes rows to a place first gives it a new stamp,
+which goes with the message that tells of them, and whoever reads copies the rows first and looks at
+the stamp then: if it is still that one, nobody had begun to write anything else. This counts on a
+core's stores being seen in their order, as on x86; elsewhere a store is seen within nanoseconds,
+and between the stamp and the first row there is at least one call from Python.
 """
 
 from __future__ import annotations
@@ -28,6 +34,9 @@ from bridge.wire.place import MAX_REGION_BYTES
 PLACE_BYTES = 24 << 20
 PLACES = 5
 _KEY_BYTES = 16
+# Of a place, before its rows: a line of the caches, of which the stamp takes a part.
+STAMP_BYTES = 64
+_NUMBER_BYTES = 8
 _HEAD_BYTES = mmap.PAGESIZE  # the key, alone in its page
 _NAME = "sglang-trace"
 # Systems without them have no memfd_create either.
@@ -43,7 +52,8 @@ class Region:
 
     def __init__(self, places: int = PLACES, place_bytes: int = PLACE_BYTES) -> None:
         key = secrets.token_bytes(_KEY_BYTES)
-        nbytes = _HEAD_BYTES + places * place_bytes
+        stride = STAMP_BYTES + place_bytes
+        nbytes = _HEAD_BYTES + places * stride
         self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, nbytes)
@@ -54,7 +64,7 @@ class Region:
             raise
         self._memory[:_KEY_BYTES] = key
         self._free = [
-            Place(os.getpid(), self._fd, key.hex(), _HEAD_BYTES + number * place_bytes, place_bytes)
+            Place(os.getpid(), self._fd, key.hex(), _HEAD_BYTES + number * stride, place_bytes)
             for number in range(places)
         ]
 
@@ -66,17 +76,26 @@ class Region:
         """Let a place be used again, to which nothing will be written any more."""
         self._free.append(place)
 
-    def view(self, place: Place, at: int, nbytes: int) -> memoryview | None:
-        """Return bytes of a place, None if it does not have them all."""
-        if at + nbytes > place.nbytes:
-            return None
-        begin = place.offset + at
-        return self._memory[begin : begin + nbytes]
+    def memory(self, place: Place) -> memoryview:
+        """Return a place: its stamp, then room for rows."""
+        return self._memory[place.offset : place.offset + STAMP_BYTES + place.nbytes]
 
     def close(self) -> None:
         """Let go of the memory; it is freed when the last who looks at it does."""
         os.close(self._fd)
         self._memory = memoryview(b"")
+
+
+def stamp(memory: memoryview) -> int:
+    """Give the memory of a place a new stamp, before anything is written there; return it."""
+    number = secrets.randbits(8 * _NUMBER_BYTES)
+    memory[:_NUMBER_BYTES] = number.to_bytes(_NUMBER_BYTES, "little")
+    return number
+
+
+def stamped(memory: memoryview) -> int:
+    """Return the stamp that the memory of a place has, after something was read there."""
+    return int.from_bytes(memory[:_NUMBER_BYTES], "little")
 
 
 def opened(place: Place) -> memoryview | None:

@@ -52,26 +52,20 @@ class Piece:
     counts: NDArray[np.int64]
     row_bytes: int
     columns: NDArray[np.int64]
+    selected: int
 
-    @property
-    def selected(self) -> int:
-        """Bytes of a row that are asked for, S."""
-        return int((self.columns[:, 1] - self.columns[:, 0]).sum())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all valid rows."""
-        return int(self.counts.sum()) * self.selected
-
-    def copy_to(self, target: memoryview) -> None:
-        """Write the valid rows one behind the other, to the beginning of ``target``."""
-        copy_rows(target, self.payloads, self.begins, self.counts, self.row_bytes, self.columns)
+    def copy_to(self, target: memoryview) -> int:
+        """Write the valid rows one behind the other to the beginning; return how many bytes."""
+        copied: int = copy_rows(
+            target, self.payloads, self.begins, self.counts, self.row_bytes, self.columns
+        )
+        return copied
 
     def rows(self) -> NDArray[np.uint8]:
         """Return the valid rows: uint8 [V, S]."""
-        rows = np.empty(self.nbytes, dtype=np.uint8)
-        self.copy_to(rows.data)
-        return rows.reshape(-1, self.selected)
+        rows_VS = np.empty((int(self.counts.sum()), self.selected), dtype=np.uint8)
+        self.copy_to(rows_VS.reshape(-1).data)
+        return rows_VS
 
 
 class Gather:
@@ -102,7 +96,9 @@ class Gather:
         runs = _Runs.of(places_N, valid_N, begins)
         columns_K2 = np.array([(c.start, c.stop) for c in columns], dtype=np.int64)
         for begin, found in zip(begins, self._read(runs, row_bytes, valid_N), strict=True):
-            yield Piece(begin, valid_N[begin : begin + step], *found, row_bytes, columns_K2)
+            yield Piece(
+                begin, valid_N[begin : begin + step], *found, row_bytes, columns_K2, selected
+            )
 
     def rows(
         self, row_bytes: int, columns: Sequence[slice], places_N: NDArray[np.void]

@@ -167,7 +167,7 @@ class Daemon:
 
     def _answer(self, peer: bytes, message: Message, seq: int) -> None:
         try:
-            for reply in self._replies(peer, message):
+            for reply in self._replies(peer, message, seq):
                 self._outbox.send(peer, reply, seq)
         except TraceError as error:
             self._refuse(peer, error, seq)
@@ -187,11 +187,11 @@ class Daemon:
             else:
                 self._waiting.append((peer, question, seq))
 
-    def _replies(self, peer: bytes, message: Message) -> Iterator[Message]:
+    def _replies(self, peer: bytes, message: Message, seq: int) -> Iterator[Message]:
         if not isinstance(message, Fetch):
             yield self._reply(message)
             return
-        landing = self._regions.landing(peer, message.place)
+        landing = self._regions.landing(peer, message.place, seq)
         for reply in self._fetching.answer(message, landing):
             if isinstance(reply, PageRows | PlacedRows):
                 self._flow.send(reply)

@@ -34,7 +34,7 @@ from bridge.wire.ingest import (
     parsed_state,
 )
 from bridge.wire.message import HeaderOnly, frames_of
-from bridge.wire.place import MAX_CHECKSUM, MAX_REGION_BYTES, Place, parsed_place
+from bridge.wire.place import MAX_REGION_BYTES, MAX_STAMP, Place, parsed_place
 
 MAX_SITES = 64
 
@@ -213,8 +213,8 @@ class PageRows:
 class PlacedRows:
     """`PageRows` whose ``rows`` stand in the place that the question named, from byte ``at`` on.
 
-    There are ``nbytes`` of them, of checksum ``sum``. Look at it once they are copied: that proves
-    that nothing was written over them before.
+    There are ``nbytes`` of them. The place has the ``stamp`` as long as nothing else was written
+    there, so look at it once they are copied (`bridge.region`).
     """
 
     KIND: ClassVar[str] = "placed_rows"
@@ -224,7 +224,7 @@ class PlacedRows:
     valid: NDArray[np.bool_]
     row_bytes: int
     at: int
-    sum: int
+    stamp: int
 
     @property
     def count(self) -> int:
@@ -243,7 +243,7 @@ class PlacedRows:
             "begin": self.begin,
             "row_bytes": self.row_bytes,
             "at": self.at,
-            "sum": self.sum,
+            "stamp": self.stamp,
         }
 
     def frames(self) -> list[Buffer]:
@@ -261,7 +261,7 @@ class PlacedRows:
             vector(valid_frame, np.uint8, MAX_TRAJECTORY_TOKENS).astype(np.bool_),
             fields.integer("row_bytes", 1, MAX_ROW_BYTES),
             fields.integer("at", 0, MAX_REGION_BYTES),
-            fields.integer("sum", 0, MAX_CHECKSUM),
+            fields.integer("stamp", 0, MAX_STAMP),
         )
 
 

@@ -23,7 +23,7 @@ from bridge.layout.shard import MAX_SHARD_FIELDS, MAX_SHARDS, check_shards
 from bridge.wire.envelope import Buffer, Envelope
 from bridge.wire.fields import MAX_COUNT, Fields, array, vector, wire_bytes
 from bridge.wire.message import HeaderOnly, frames_of
-from bridge.wire.place import MAX_CHECKSUM, Place, parsed_place
+from bridge.wire.place import MAX_STAMP, Place, parsed_place
 
 MAX_ROWS = 1 << 20
 MAX_ROW_BYTES = 16 << 20
@@ -178,17 +178,17 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class LentRows:
-    """`Rows` whose ``payload`` stands at the beginning of a place, and has the checksum ``sum``.
+    """`Rows` whose ``payload`` stands at the beginning of a place that has the ``stamp``.
 
     The place is the sender's again once the rows are acknowledged: who comes too late, with a copy
-    of this message, finds other bytes there and another checksum.
+    of this message, finds another stamp there (`bridge.region`).
     """
 
     KIND: ClassVar[str] = "lent_rows"
 
     block: Block
     place: Place
-    sum: int
+    stamp: int
 
     @property
     def nbytes(self) -> int:
@@ -197,7 +197,7 @@ class LentRows:
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
-        return self.block.body() | {"place": self.place.body(), "sum": self.sum}
+        return self.block.body() | {"place": self.place.body(), "stamp": self.stamp}
 
     def frames(self) -> list[Buffer]:
         """Return the row numbers."""
@@ -210,7 +210,7 @@ class LentRows:
         place = parsed_place(fields)
         if place is None or len(block.rows) * block.row_bytes > place.nbytes:
             raise CorruptMessage("rows to be read from memory do not fit their place there")
-        return cls(block, place, fields.integer("sum", 0, MAX_CHECKSUM))
+        return cls(block, place, fields.integer("stamp", 0, MAX_STAMP))
 
 
 class TrajectoryState(StrEnum):

@@ -8,7 +8,7 @@ from typing import Any
 from bridge.wire.fields import Fields
 
 MAX_REGION_BYTES = 128 << 20
-MAX_CHECKSUM = (1 << 64) - 1
+MAX_STAMP = (1 << 64) - 1
 _MAX_NUMBER = 1 << 31
 _KEY_CHARS = 32
 _FIELDS = 5

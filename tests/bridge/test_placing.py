@@ -79,7 +79,7 @@ def test_a_copy_that_comes_when_the_place_is_used_again_is_found_out(placing: Pl
     first = lent(placing, rows_of(PLACE, 1))
     placing.take_back(first)
     lent(placing, rows_of(PLACE, 2))
-    with pytest.raises(CorruptMessage, match="fail their checksum"):
+    with pytest.raises(CorruptMessage, match="another stamp"):
         Regions().rows(PEER, first)
 
 
@@ -168,7 +168,7 @@ def test_rows_that_are_damaged_in_memory_are_sent_themselves(
         if lent is None or damaged:
             return lent
         damaged.append(True)
-        return LentRows(lent.block, lent.place, lent.sum ^ 1)
+        return LentRows(lent.block, lent.place, lent.stamp ^ 1)
 
     monkeypatch.setattr(Placing, "put", damaging)
     payload = make_rows(Part.FORWARD, range(400))

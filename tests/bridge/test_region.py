@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from bridge.region import PLACE_BYTES, PLACES, Region, opened
+from bridge.region import PLACE_BYTES, PLACES, STAMP_BYTES, Region, opened, stamp, stamped
 from bridge.wire import Place
-from bridge.wire.fetch import MAX_REGION_BYTES
+from bridge.wire.place import MAX_REGION_BYTES
 
-_BYTES = 3 * mmap.PAGESIZE
+_BYTES = mmap.PAGESIZE + 2 * (STAMP_BYTES + mmap.PAGESIZE)
 
 
 @pytest.fixture
@@ -68,10 +68,9 @@ def test_the_bridge_writes_into_the_clients_own_memory(region: Region, place: Pl
     assert memory is not None
     assert len(memory) == _BYTES
     memory[place.offset + 5 : place.offset + 9] = b"rows"
-    view = region.view(place, 5, 4)
-    assert view is not None
-    assert bytes(view) == b"rows"
-    view[:1] = b"R"
+    own = region.memory(place)
+    assert bytes(own[5:9]) == b"rows"
+    own[5:6] = b"R"
     assert memory[place.offset + 5] == ord("R")
 
 
@@ -81,20 +80,22 @@ def test_places_lie_apart_and_behind_the_key(region: Region, place: Place) -> No
     assert region.borrow() is None
     first, second = sorted((place.offset, other.offset))
     assert first >= len(place.key) // 2
-    assert second >= first + mmap.PAGESIZE
+    assert second >= first + STAMP_BYTES + mmap.PAGESIZE
     region.give_back(other)
     assert region.borrow() == other
 
 
-def test_no_bytes_behind_a_place_are_shown(region: Region, place: Place) -> None:
-    assert region.view(place, 1, place.nbytes - 1) is not None
-    assert region.view(place, 1, place.nbytes) is None
-    assert region.view(place, place.nbytes, 0) is not None
-    assert region.view(place, place.nbytes + 1, 0) is None
+def test_a_place_is_its_stamp_and_its_rows(region: Region, place: Place) -> None:
+    memory = region.memory(place)
+    assert len(memory) == STAMP_BYTES + place.nbytes
+    numbers = {stamp(memory) for _ in range(20)}
+    assert len(numbers) == 20
+    assert stamped(memory) in numbers
+    assert not any(memory[STAMP_BYTES:])
 
 
 def test_the_memory_of_a_connection_is_within_what_a_bridge_maps() -> None:
-    assert PLACES * PLACE_BYTES + mmap.PAGESIZE <= MAX_REGION_BYTES
+    assert PLACES * (STAMP_BYTES + PLACE_BYTES) + mmap.PAGESIZE <= MAX_REGION_BYTES
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user, which takes root")
@@ -188,8 +189,8 @@ def test_memory_of_another_process_is_reached_while_it_lives_and_kept_beyond(
         memory = opened(place)
         assert memory is not None
         client.kill()
-    memory[place.offset : place.offset + place.nbytes] = bytes([7]) * place.nbytes
-    assert memory[-1] == 7
+    memory[-1:] = b"x"
+    assert memory[-1] == ord("x")
     assert opened(place) is None
 
 

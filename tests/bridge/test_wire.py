@@ -84,7 +84,7 @@ EXAMPLES: list[Message] = [
         rows=np.array([5, 1 << 48, -1]),
     ),
     PageRows(Part.KV, 1, np.array([True, False, True]), _KV),
-    PlacedRows(Part.KV, 1, np.array([True, False, True]), 34, at=99, sum=(1 << 64) - 1),
+    PlacedRows(Part.KV, 1, np.array([True, False, True]), 34, at=99, stamp=(1 << 64) - 1),
     Hello("e", _LAYOUT, {1: (1.0, 2.0)}, {"path": "a model"}),
     Hello("e", _LAYOUT, shards=rank_shards(_LAYOUT, 2), shard=1),
     Hello("e", _WITH_FC2, shards=rank_shards(_WITH_FC2, 4, ep=2), shard=3),

@@ -130,7 +130,7 @@ def _headed(header: bytes) -> list[bytes]:
         ("placed_rows", {"row_bytes": _HUGE}),
         ("placed_rows", {"row_bytes": 0}),
         ("placed_rows", {"at": MAX_REGION_BYTES + 1}),
-        ("placed_rows", {"sum": -1}),
+        ("placed_rows", {"stamp": -1}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
