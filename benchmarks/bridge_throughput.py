@@ -5,6 +5,8 @@ the same machine; the median of the rounds counts. The bridge runs as an engine 
 process, acknowledgements and checksums on. Its peer in a fetch is a PUSH socket of plain pyzmq that
 holds the very frames of the bridge's answers in memory and sends each of them once a round, and a
 PULL socket that throws them away; the bridge's client also checks them and joins them to tensors.
+Bridge and clients are on one machine, so rows go through memory that the clients lend; `socket` has
+what they take without, as between machines.
 
 Cost a row is CPU time of the daemon, in windows of equal work: a daemon that holds more and more
 rows takes turns with new ones that hold about 10^4, so that what the machine does to one it does to
@@ -30,6 +32,7 @@ from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import numpy as np
 import typer
@@ -43,7 +46,7 @@ from benchmarks.bridge_peers import (
     write_and_sync,
 )
 from benchmarks.command_line import command_line
-from bridge import embedded
+from bridge import connection, embedded, producer
 from bridge.client import TraceClient
 from bridge.cost import PUBLISHED
 from bridge.layout import ModelShape, Part, RecordLayout, Site, deeper_half
@@ -228,6 +231,25 @@ def fetch_memory(load: Load, rounds: int) -> Iterator[dict[str, Any]]:
             yield ratios(f"fetch {kind}", load, ours.after(1), peer.after(1))
 
 
+def through_socket(
+    shapes: list[Load], fetched: list[Load], rounds: int
+) -> Iterator[dict[str, Any]]:
+    """Ingest and fetch from memory again, with no memory lent."""
+    with (
+        patch.multiple(connection, is_loopback=_never),
+        patch.multiple(producer, is_loopback=_never),
+    ):
+        for row in chain(
+            (ingest_memory(load, rounds) for load in shapes),
+            chain.from_iterable(fetch_memory(load, rounds) for load in fetched),
+        ):
+            yield row | {"measure": f"{row['measure']}, socket"}
+
+
+def _never(_endpoint: str) -> bool:
+    return False
+
+
 def flat_cost(most: int) -> Iterator[dict[str, Any]]:
     """CPU of the daemon per row while it holds more and more rows, over that of new daemons.
 
@@ -389,17 +411,20 @@ def main(
     round_mib: Annotated[int, typer.Option(min=64, help="MiB moved in a round.")] = 512,
     most_rows: Annotated[int, typer.Option(help="Rows held at the end of cost per row.")] = 10**7,
     only: Annotated[str, typer.Option(help="Measure only this: memory, disk, fetch, ...")] = "",
+    socket: Annotated[
+        bool, typer.Option("--socket", help="No lent memory, as over a net.")
+    ] = False,
 ) -> None:
     """Measures ingest, fetch, cost per row and memory of the bridge; writes JSON as it goes."""
     shapes = loads(round_mib * MIB)
+    fetched = loads(2 * round_mib * MIB, 64)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         work = Path(name)
         measures: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
             "memory": lambda: (ingest_memory(load, rounds) for load in shapes),
             "disk": lambda: (ingest_disk(load, rounds, work) for load in shapes),
-            "fetch": lambda: chain.from_iterable(
-                fetch_memory(load, rounds) for load in loads(2 * round_mib * MIB, 64)
-            ),
+            "fetch": lambda: chain.from_iterable(fetch_memory(load, rounds) for load in fetched),
+            "socket": lambda: through_socket(shapes, fetched, rounds),
             "flat": lambda: flat_cost(most_rows),
             "resident": lambda: [resident(shapes[0], work, 1024)],
         }
