@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,8 +26,13 @@ PARTS = ("attention", "experts", "rest", "copies", "idle")
 
 
 def measured(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The rows that have a figure, by configuration and in the order of their contexts."""
+    """The rows that have a figure, by configuration and in the order of their contexts.
+
+    Of several page sizes the one counts that most rows have.
+    """
     rows = [row for row in report["rows"] if "tokens_per_s" in row]
+    sizes = Counter(row["page_size"] for row in rows).most_common(1)
+    rows = [row for row in rows if row["page_size"] == sizes[0][0]]
     found = {name: [row for row in rows if row["configuration"] == name] for name in LABELS}
     by_context = {
         name: sorted(mine, key=lambda row: row["context"]) for name, mine in found.items()

@@ -236,6 +236,9 @@ def test_the_plot_shows_what_was_measured_and_leaves_out_what_failed(tmp_path: P
     ]
     report = {"device": "a GPU", "rows": rows}
     assert list(plot_decode_128k.measured(report)) == ["bf16", "fp4"]
+    other = {"page_size": 64, "batch": 1, "tokens_per_s": 1.0}
+    with_other = {"rows": [*rows, row("fp4") | other]}
+    assert plot_decode_128k.measured(with_other) == plot_decode_128k.measured(report)
     out = tmp_path / "plot.png"
     plot_decode_128k.draw(report, out)
     assert 5_000 < out.stat().st_size < 200_000
