@@ -31,9 +31,9 @@ class Placing:
     def put(self, rows: Rows) -> LentRows | None:
         """Copy the payload of a large message to a place; None if it has to travel itself."""
         payload = wire_bytes(rows.payload, np.uint8)
-        if not _LEAST_BYTES <= payload.nbytes <= self._place_bytes:
+        if not self._places or not _LEAST_BYTES <= payload.nbytes <= self._place_bytes:
             return None
-        if self._region is None and self._places:
+        if self._region is None:
             self._region = self._new_region()
         place = None if self._region is None else self._region.borrow()
         if place is None or self._region is None:

@@ -75,6 +75,13 @@ def test_no_place_is_lent_twice_at_a_time(placing: Placing) -> None:
     assert lent(placing, rows_of(PLACE)).place == messages[2].place
 
 
+def test_when_memory_is_out_of_reach_no_more_is_lent(placing: Placing) -> None:
+    message = lent(placing, rows_of(PLACE, 1))
+    placing.stop()
+    assert placing.put(rows_of(PLACE, 2)) is None
+    np.testing.assert_array_equal(placing.taken_back(message).payload, rows_of(PLACE, 1).payload)
+
+
 def test_a_copy_that_comes_when_the_place_is_used_again_is_found_out(placing: Placing) -> None:
     first = lent(placing, rows_of(PLACE, 1))
     placing.take_back(first)
