@@ -86,8 +86,8 @@ class RecordProducer:
 
     Every message is kept until it is acknowledged and sent again after ``resend_after_s`` without
     progress, also to a daemon that was restarted at the same endpoint, while its store is full, and
-    after damage on the way. With a bridge on loopback, rows of large messages are kept in memory that
-    the bridge reads (`bridge.placing`), as long as they have room there.
+    after damage on the way. For a bridge on loopback the rows of large messages are put into memory
+    that it reads (`bridge.placing`), as long as there is room.
     At most ``window_bytes`` are kept (or one message, if larger). A call that would exceed them
     waits, or with ``Overflow.DROP`` gives up its rows, counts them in ``dropped_rows`` and tells
     the bridge how many there were; other messages, which are small, may exceed the window by a
