@@ -163,14 +163,20 @@ def test_rows_given_up_are_counted_without_having_been_copied(
 ) -> None:
     monkeypatch.setattr("sglang_trace.shipper.QUEUE_BYTES", 400)
     shipper = shipper_to(bridge, Overflow.DROP)
-    gate = threading.Event()
-    send = shipper._send
+    gate, taken = threading.Event(), threading.Event()
+    send, put = shipper._send, shipper.put
 
     def held_back(*arguments: Any) -> None:
+        taken.set()
         gate.wait(60)
         send(*arguments)
 
+    def put_when_the_first_is_taken(event: Any) -> None:
+        put(event)
+        assert taken.wait(60)
+
     monkeypatch.setattr(shipper, "_send", held_back)
+    monkeypatch.setattr(shipper, "put", put_when_the_first_is_taken)
     capture = capture_with(KVGather(LAYOUT, pool), shipper)
     capture.forward(on_device(extend([7, 3, 9, 12], ("a", 0, 4))))
     # The digests of a model without experts are nothing, so the queue is empty until here.
