@@ -93,11 +93,17 @@ class RecordProducer:
     the bridge how many there were; other messages, which are small, may exceed the window by a
     quarter before they are given up too.
 
+    A wait ends ``deadline_s`` after the bridge's last acknowledgement: that the store is full is an
+    answer, but the bridge holds nothing by it. ``full_deadline_s`` is another time for that case,
+    for an engine whose trainer makes room only now and then. With ``Overflow.DROP`` only `flush`
+    and `hello` wait.
+
     Every call may raise, for itself or for an earlier message:
-        BridgeUnreachable: the bridge said nothing for ``deadline_s``, and what does not fit the
-            window may not be dropped; what is kept is tried again by the next call. Whether the
-            call's own message is kept is open: repeat it, a row or trajectory that arrives twice
-            is harmless.
+        StoreFull: the bridge acknowledged nothing for the deadline because its store is full.
+        BridgeUnreachable: it acknowledged nothing for ``deadline_s`` for another reason.
+            After either, what is kept is tried again by the next call, which raises again unless
+            something is acknowledged. Whether the call's own message is kept is open: repeat it, a
+            row or trajectory that arrives twice is harmless.
         SchemaMismatch: the bridge runs another version, or rows do not fit the hello.
     """
 
@@ -110,6 +116,7 @@ class RecordProducer:
         resend_after_s: float = 2.0,
         deadline_s: float = 30.0,
         overflow: Overflow = Overflow.BLOCK,
+        full_deadline_s: float | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.acknowledged_rows = 0
@@ -118,6 +125,7 @@ class RecordProducer:
         self._window_bytes = window_bytes
         self._resend_after_s = resend_after_s
         self._deadline_s = deadline_s
+        self._full_deadline_s = deadline_s if full_deadline_s is None else full_deadline_s
         self._engine_id, self._shard = "", 0
         self._hello: list[Buffer] = []
         self._next_seq = 0
@@ -130,7 +138,7 @@ class RecordProducer:
         self._refused_at = 0.0
         self._told_dropped = 0
         self._telling_dropped: int | None = None
-        self._progress_at = self._resent_at = time.monotonic()
+        self._progress_at = self._heard_at = self._resent_at = time.monotonic()
         self._placing = Placing(window_bytes, _MESSAGE_BYTES) if is_loopback(endpoint) else None
         self._dialer = Dialer(endpoint, keys)
         self._context = zmq.Context()
@@ -238,25 +246,29 @@ class RecordProducer:
         """Bytes sent and not yet acknowledged."""
         return self._kept_bytes
 
-    def poll(self) -> None:
-        """Take what the bridge has answered and resend what is due, without waiting."""
+    def poll(self, *, may_give_up: bool = True) -> None:
+        """Take what the bridge has answered and resend what is due, without waiting.
+
+        Without ``may_give_up`` it raises at the deadline also where rows may be dropped.
+        """
         self._tell_dropped()
-        self._pump(0.0)
+        self._pump(0.0, may_give_up=may_give_up)
         self._raise_failure()
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until everything is acknowledged.
+        """Wait until everything is acknowledged, whether rows may be dropped or not.
 
         Raises:
-            StoreFull: it is not after ``timeout_s``, because the bridge's store is full.
-            BridgeUnreachable: it is not after ``timeout_s``, for another reason.
+            StoreFull: it is not after ``timeout_s``, or nothing was acknowledged for the deadline,
+                because the bridge's store is full.
+            BridgeUnreachable: likewise, for another reason.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         self._tell_dropped()
         while self._kept:
             if end is not None and time.monotonic() >= end:
-                raise self._full or self._unreachable(timeout_s or 0.0)
-            self._pump(0.05)
+                raise self._not_acknowledged(timeout_s or 0.0)
+            self._pump(0.05, may_give_up=False)
             self._raise_failure()
             self._tell_dropped()
 
@@ -305,7 +317,7 @@ class RecordProducer:
 
     def _keep_and_send(self, message: _Unacknowledged) -> None:
         if not self._kept:
-            self._progress_at = time.monotonic()
+            self._progress_at = self._heard_at = time.monotonic()
         self._kept[self._next_seq] = message
         self._kept_bytes += message.nbytes
         self._next_seq += 1
@@ -335,8 +347,12 @@ class RecordProducer:
         nbytes = sum(memoryview(frame).nbytes for frame in frames)
         self._keep_and_send(_Unacknowledged(frames, nbytes, None, 0))
 
-    def _pump(self, wait_s: float) -> None:
-        """Handle all answers that are there, waiting for the first; then resend or give up."""
+    def _pump(self, wait_s: float, *, may_give_up: bool = True) -> None:
+        """Handle all answers that are there, waiting for the first; then resend or give up.
+
+        Raises:
+            StoreFull, BridgeUnreachable: it is past the deadline, unless what waits may be dropped.
+        """
         wait_ms = int(wait_s * 1000)
         while self._kept and self._socket.poll(wait_ms):
             self._handle(self._socket.recv_multipart())
@@ -344,11 +360,12 @@ class RecordProducer:
         now = time.monotonic()
         if self._refused and now - self._refused_at > self._resend_after_s:
             self._send_refused()
-        if self._kept and now - max(self._progress_at, self._resent_at) > self._resend_after_s:
+        if self._kept and now - max(self._heard_at, self._resent_at) > self._resend_after_s:
             self._resend()
-        if self._kept and now - self._progress_at > self._deadline_s:
-            error = self._unreachable(self._deadline_s)
-            if self._overflow is Overflow.BLOCK or not self._answered:
+        deadline_s = self._full_deadline_s if self._is_full(now) else self._deadline_s
+        if self._kept and now - self._progress_at > deadline_s:
+            error = self._not_acknowledged(now - self._progress_at)
+            if self._overflow is Overflow.BLOCK or not (self._answered and may_give_up):
                 raise error
             log.warning("records are dropped: %s", error)
             self._progress_at = now
@@ -359,6 +376,7 @@ class RecordProducer:
         except CorruptMessage as damage:
             log.warning("a damaged answer of the bridge counts as none: %s", damage)
             return
+        self._heard_at = time.monotonic()
         if isinstance(message, Ack):
             self._answered = True
             rows = sum(self._forget(acknowledged).rows for acknowledged in message.seqs)
@@ -399,7 +417,7 @@ class RecordProducer:
         if self._full is None:
             log.warning("the engine %ss records: %s", self._overflow.value, error)
         self._full = error
-        self._progress_at = self._refused_at = time.monotonic()
+        self._refused_at = time.monotonic()
         kept = self._kept.get(seq)
         if self._overflow is Overflow.DROP and kept is not None and kept.part is not None:
             self.dropped_rows[kept.part] += self._forget(seq).rows
@@ -446,8 +464,18 @@ class RecordProducer:
         self._refused.clear()
         self._resent_at = time.monotonic()
 
-    def _unreachable(self, waited_s: float) -> BridgeUnreachable:
+    def _is_full(self, now: float) -> bool:
+        """Whether the bridge lives and says that its store is full."""
+        return self._full is not None and now - self._heard_at <= 2 * self._resend_after_s
+
+    def _not_acknowledged(self, waited_s: float) -> StoreFull | BridgeUnreachable:
+        """Return why nothing was acknowledged: the store is full, or else nobody answers."""
+        if self._is_full(time.monotonic()):
+            return StoreFull(
+                f"the bridge at {self.endpoint} took nothing for {waited_s:.3g} s because it is "
+                f"full ({len(self._kept)} messages wait): {self._full}"
+            )
         return BridgeUnreachable(
-            f"no bridge acknowledged anything at {self.endpoint} for {waited_s:g} s "
+            f"no bridge acknowledged anything at {self.endpoint} for {waited_s:.3g} s "
             f"({len(self._kept)} messages wait); {self._dialer.remedy()}"
         )

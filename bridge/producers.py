@@ -121,7 +121,8 @@ class RecordProducers:
     def flush(self) -> None:
         """Wait until everything is acknowledged, by all bridges at a time."""
         while self.unacknowledged_bytes:
-            self.poll()
+            for producer in self._producers:
+                producer.poll(may_give_up=False)
             time.sleep(_LOOK_S)
         for producer in self._producers:
             producer.flush()

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 BAD_REQUEST = 400
 DIGESTS_PER_MESSAGE = 8192
 DIGEST_THREADS = 8
+# How long a full bridge is waited for: a trainer makes room when its step ends.
+FULL_DEADLINE_S = 600.0
 
 
 class ForwardNotUnderstood(TraceError):
@@ -296,7 +298,12 @@ def start(model_runner: Any, config: TraceConfig, layout: RecordLayout, max_rows
         Staging(own, max_rows, device),
         Shipper(
             lambda: RecordProducers(
-                RecordProducer(each, keys=config.bridge_keys or None, overflow=config.on_overflow)
+                RecordProducer(
+                    each,
+                    keys=config.bridge_keys or None,
+                    overflow=config.on_overflow,
+                    full_deadline_s=FULL_DEADLINE_S,
+                )
                 for each in endpoints
             ),
             introduce,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +142,58 @@ def test_a_full_store_makes_the_engine_wait_until_there_is_room_and_loses_nothin
         producer.flush()
         assert (producer.acknowledged_rows, producer.unacknowledged_bytes) == (4000, 0)
         assert not trainer.stats().full
+
+
+def test_an_engine_that_waits_for_a_full_store_is_told_so_at_its_deadline(
+    serve: Callable[[Store], str],
+    layout: RecordLayout,
+    make_rows: Callable[..., NDArray[np.uint8]],
+) -> None:
+    endpoint = serve(MemoryStore(144 << 10))
+    payload = np.repeat(make_rows(Part.FORWARD, range(100)), 20, axis=0)
+    with (
+        closing(
+            RecordProducer(
+                endpoint, resend_after_s=0.1, deadline_s=0.5, window_bytes=payload.nbytes
+            )
+        ) as producer,
+        TraceClient(endpoint) as trainer,
+    ):
+        producer.hello("e", layout)
+        producer.send_rows(Part.FORWARD, range(2000), payload, "v")
+        producer.flush()
+        producer.send_rows(Part.FORWARD, range(2000, 4000), payload, "v")
+        with pytest.raises(StoreFull, match=r"took nothing for .* s because it is full"):
+            producer.send_rows(Part.FORWARD, range(4000, 6000), payload, "v")
+        with pytest.raises(StoreFull):
+            producer.flush()
+        with pytest.raises(StoreFull):
+            producer.poll()
+        trainer.begin_step(1)
+        trainer.gc(Policy(keep=1))
+        while producer.unacknowledged_bytes:  # every call tries again, also those that raise
+            with suppress(StoreFull):
+                producer.poll()
+        assert producer.acknowledged_rows == 4000
+
+
+def test_an_engine_that_may_drop_does_not_wait_for_a_full_store_for_ever(
+    serve: Callable[[Store], str],
+    layout: RecordLayout,
+    make_rows: Callable[..., NDArray[np.uint8]],
+) -> None:
+    endpoint = serve(MemoryStore(144 << 10))
+    payload = np.repeat(make_rows(Part.FORWARD, range(100)), 20, axis=0)
+    with closing(
+        RecordProducer(endpoint, resend_after_s=0.1, deadline_s=0.5, overflow=Overflow.DROP)
+    ) as producer:
+        producer.hello("e", layout)
+        producer.send_rows(Part.FORWARD, range(2000), payload, "v")
+        producer.flush()
+        long = range(1 << 16)
+        producer.send_trajectory("more than memory holds", 0, long, long, "finished")
+        with pytest.raises(StoreFull, match="because it is full"):
+            producer.flush()
 
 
 def test_an_engine_that_may_drop_goes_on_and_says_how_many_rows_are_missing(
