@@ -205,7 +205,10 @@ class TraceClient:
     def begin_step(self, step: int) -> None:
         """Tell that RL step ``step`` begins: what is recorded from here on belongs to it.
 
-        A bridge that serves with --keep N then gives up what was last told N steps ago.
+        A bridge that serves with --keep N then gives up what was last told N steps ago. A trainer
+        that resumes from an earlier checkpoint says an earlier step: what is recorded from there on
+        is kept as long as any other, and what it had recorded before is kept until as many other
+        steps have begun.
         """
         self._ask(Step(step), Ack)
 

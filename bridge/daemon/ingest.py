@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 Ingested = Hello | Rows | Trajectory | WeightDigests | Dropped | Step
 # What a message may add to the index before the memory limit is looked at again.
 _MUCH_INDEX = 512 << 10
+_STEPS_REMEMBERED = 1024
 Answer = Callable[[bytes, Message, int], None]
 
 
@@ -54,6 +55,7 @@ class Ingest:
         self._storing: list[Pending] = []
         self._pending_keys: set[tuple[str, int, int]] = set()
         self._held: defaultdict[bytes, list[int]] = defaultdict(list)
+        self._steps_told: OrderedDict[tuple[bytes, int, int], None] = OrderedDict()
         self.accepted = 0
         self.duplicates = 0
         self.commits = 0
@@ -69,9 +71,9 @@ class Ingest:
             self.commit()  # so that it is known whether the store took the first copy
         self._catalog.check(told)
         now = time.monotonic()
-        if engine_id:
+        if engine_id in self._catalog.engines:
             self._flow.last_seen[engine_id] = now
-        if self._catalog.seen(told, seq):
+        if self._catalog.seen(told, seq) or self._came_before(peer, told, seq):
             self.duplicates += 1
             self._held[peer].append(seq)
             return
@@ -84,6 +86,15 @@ class Ingest:
         self._pending_keys.add(key)
         if alone:
             self.commit()  # what follows is checked against it
+
+    def _came_before(self, peer: bytes, told: Told, seq: int) -> bool:
+        """Whether a step is a copy of an older message, and not a trainer that goes back to it."""
+        return isinstance(told, Step) and (peer, seq, told.step) in self._steps_told
+
+    def _remember(self, peer: bytes, told: Step, seq: int) -> None:
+        self._steps_told[(peer, seq, told.step)] = None
+        if len(self._steps_told) > _STEPS_REMEMBERED:
+            self._steps_told.popitem(last=False)
 
     def waiting(self, now: float) -> Waiting:
         """Return what is not acknowledged at monotonic time ``now``; any thread may ask."""
@@ -113,8 +124,18 @@ class Ingest:
         self._storing = []
 
     def _require_room(self, growth: int) -> None:
-        """Reserve memory for the index; raise StoreFull if it would grow beyond the limit."""
-        limit, held = self._store.fill().memory_limit, self._catalog.nbytes()
+        """Reserve memory for the index; raise StoreFull if it would grow beyond the limit.
+
+        New engines get half of what a full disk keeps back, so that a step always fits.
+        """
+        fill, held = self._store.fill(), self._catalog.nbytes()
+        limit = fill.memory_limit
+        if fill.disk_limit and fill.disk_bytes > fill.disk_limit - fill.disk_limit // 16:
+            self.full = True
+            raise StoreFull(
+                "the bridge's disk is full up to what is kept back for steps; collect old steps "
+                "(python -m bridge gc) or raise --disk-limit"
+            )
         if limit and held + growth > limit:
             self.full = True
             raise StoreFull(
@@ -150,6 +171,10 @@ class Ingest:
             self._catalog.apply(pending.told, pending.seq, number)
             self._held[pending.peer].append(pending.seq)
             self._flow.store(pending.told, now - pending.received_at)
+            if isinstance(pending.told, Step):
+                self._remember(pending.peer, pending.told, pending.seq)
+            else:
+                self._flow.last_seen[pending.told.engine_id] = now
             if isinstance(pending.told, Hello | Dropped):
                 _log(pending.told)
         self._store.reserve(self._catalog.nbytes())

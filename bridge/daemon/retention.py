@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Set
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 
 from bridge.errors import StoreFull
 from bridge.index import Catalog
+from bridge.index.pins import cost
 from bridge.index.retention import garbage
 from bridge.layout import Part
 from bridge.observe.logs import Event, event
-from bridge.store import Store
+from bridge.store import Entry, Store
+from bridge.store.journal import pack
 from bridge.wire import GcReply, Pin, Policy
 
 log = logging.getLogger(__name__)
 
 _MOST_PINS = 1 << 16
+_LEAST_PIN_BYTES = 64 << 10
+# Entries that say nothing any more go together, because a deletion costs two disk syncs.
+_SUPERSEDED = 64
 _EXPIRY_PERIOD_S = 1.0
 
 
@@ -28,29 +33,44 @@ class Retention:
         self._store = store
         self._catalog = catalog
         self._policy = policy
-        self._pinned_until: dict[str, float] = {}
         self._looked_at = time.monotonic()
         self._step = catalog.step
         self._versions = 0
+        self._most_steps = _SUPERSEDED
         self.collected = 0
+        self._delete(self._take_superseded())
 
     def pin(self, asked: Pin) -> None:
-        """Hold trajectories for a while, or let them go; a lease outlives no reader for long."""
-        if asked.lease_s and len(self._pins() | set(asked.trajectories)) > _MOST_PINS:
-            raise StoreFull(
-                f"{_MOST_PINS} trajectories can be pinned at a time and these would be more; "
-                "unpin some, or wait for their leases to end"
-            )
-        now = time.monotonic()
-        for name in asked.trajectories:
-            if asked.lease_s:
-                self._pinned_until[name] = now + asked.lease_s
-            else:
-                self._pinned_until.pop(name, None)
+        """Hold trajectories for a while, or let them go; a lease outlives no reader for long.
+
+        Raises:
+            StoreFull: there is no room for so many pins.
+        """
+        pins, now = self._catalog.pins, time.monotonic()
+        expired = pins.expire(now)
+        if not asked.lease_s:
+            self._delete([*expired, *pins.remove(asked.trajectories)])
+            return
+        self._delete(expired)
+        self._require_room_for_pins(asked.trajectories)
+        names = [
+            name
+            for name in dict.fromkeys(asked.trajectories)
+            if not pins.renew(name, asked.lease_s, now)
+        ]
+        each = [Pin((name,), asked.lease_s) for name in names]
+        numbers = self._store.append([Entry(pack(pin, 0), vital=True) for pin in each])
+        for pin, number in zip(each, numbers, strict=True):
+            self._catalog.apply(pin, 0, number)
 
     def look(self) -> None:
         """Collect by the daemon's policy if a step, a weight version or time asks for it."""
         now = time.monotonic()
+        if len(self._catalog.steps) > self._most_steps:
+            self._catalog.supersede_steps()
+            self._most_steps = max(_SUPERSEDED, 2 * len(self._catalog.steps))
+        if len(self._catalog.superseded) >= _SUPERSEDED:
+            self._delete(self._take_superseded())
         moved = (self._catalog.step, len(self._catalog.weight_versions))
         if moved != (self._step, self._versions):
             self._step, self._versions = moved
@@ -64,19 +84,13 @@ class Retention:
         if policy == Policy():
             return GcReply(0, 0, 0)
         catalog = self._catalog
-        found = garbage(catalog, policy, self._pins(), time.monotonic())
+        now = time.monotonic()
+        expired = catalog.pins.expire(now)
+        found = garbage(catalog, policy, catalog.pins.names, now)
         rows = sum(catalog.rows(part) for part in Part)
         numbers = catalog.drop(found.trajectories, found.blocks)
-        numbers += catalog.digests.drop_before(found.first_step)
-        try:
-            self._store.drop(numbers)
-        except StoreFull as error:
-            log.warning(
-                "collected entries stay on disk until the next restart: %s",
-                error,
-                extra=event(Event.DELETION_DEFERRED, entries=len(numbers)),
-            )
-        self._store.reserve(catalog.nbytes())
+        numbers += catalog.digests.drop(found.steps)
+        self._delete([*numbers, *expired, *self._take_superseded()])
         self.collected += len(found.trajectories)
         rows -= sum(catalog.rows(part) for part in Part)
         done = GcReply(len(found.trajectories), rows, len(numbers))
@@ -89,9 +103,37 @@ class Retention:
             )
         return done
 
-    def _pins(self) -> Set[str]:
-        now = time.monotonic()
-        self._pinned_until = {
-            name: until for name, until in self._pinned_until.items() if until > now
-        }
-        return self._pinned_until.keys()
+    def _require_room_for_pins(self, names: Iterable[str]) -> None:
+        """Raise StoreFull if these would be too many: they use what a full store keeps back."""
+        pins, fill = self._catalog.pins, self._store.fill()
+        new = [name for name in set(names) if name not in pins]
+        limit = min(limit for limit in (fill.memory_limit, fill.disk_limit, 1 << 40) if limit)
+        most = max(limit // 64, _LEAST_PIN_BYTES)
+        if len(pins) + len(new) > _MOST_PINS:
+            raise StoreFull(
+                f"{_MOST_PINS} trajectories can be pinned at a time and these would be more; "
+                "unpin some, or wait for their leases to end"
+            )
+        if pins.nbytes + sum(map(cost, new)) > most:
+            raise StoreFull(
+                f"the names of pinned trajectories may take {most} bytes and these would take "
+                "more; unpin some, wait for leases to end, or raise --memory-limit"
+            )
+
+    def _take_superseded(self) -> list[int]:
+        superseded, self._catalog.superseded = self._catalog.superseded, []
+        return superseded
+
+    def _delete(self, numbers: list[int]) -> None:
+        """Give up entries of the store that the index has forgotten."""
+        if not numbers:
+            return
+        try:
+            self._store.drop(numbers)
+        except StoreFull as error:
+            log.warning(
+                "collected entries stay on disk until the next restart: %s",
+                error,
+                extra=event(Event.DELETION_DEFERRED, entries=len(numbers)),
+            )
+        self._store.reserve(self._catalog.nbytes())

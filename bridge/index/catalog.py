@@ -10,17 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.errors import TraceError
+from bridge.index.aging import LastUsed
 from bridge.index.block_table import BlockTable
 from bridge.index.digest_table import DigestTable
 from bridge.index.engine import Engine, introduction_bytes
 from bridge.index.grouping import groups
+from bridge.index.pins import Pins
 from bridge.index.row_map import absent_places
+from bridge.index.step_log import StepLog
 from bridge.index.trajectory_map import TrajectoryMap
 from bridge.layout import Part
 from bridge.wire import (
     Block,
     Dropped,
     Hello,
+    Pin,
     Step,
     Trajectory,
     TrajectoryState,
@@ -28,6 +32,7 @@ from bridge.wire import (
 )
 
 Told = Hello | Block | Trajectory | WeightDigests | Dropped | Step
+Journaled = Told | Pin
 PARTS = tuple(Part)
 _OBJECT_BYTES = 200
 
@@ -40,10 +45,15 @@ class Catalog:
     """Engines, trajectories, blocks of rows, weight versions and digests.
 
     ``states`` counts the trajectories held and ``collected`` those given up, by their state.
+    ``versions_used`` has the numbers of weight versions by when rows of them were last told of.
+    ``superseded`` are entries of the store that say nothing any more: whoever drops them clears it.
     """
 
     def __init__(self) -> None:
-        self.step = 0
+        self.steps = StepLog()
+        self.versions_used = LastUsed()
+        self.pins = Pins()
+        self.superseded: list[int] = []
         self.engines: dict[str, Engine] = {}
         self.engine_list: list[Engine] = []
         self.trajectories: dict[str, TrajectoryMap] = {}
@@ -56,9 +66,14 @@ class Catalog:
         self._trajectory_bytes = 0
         self._name_bytes = 0
 
-    def check(self, told: Told) -> None:
+    @property
+    def step(self) -> int:
+        """The RL step that what is told now belongs to."""
+        return self.steps.current
+
+    def check(self, told: Journaled) -> None:
         """Raise UnknownEngine or SchemaMismatch if the message cannot be applied."""
-        if isinstance(told, Step):
+        if isinstance(told, Step | Pin):
             return
         engine = self.engines.get(told.engine_id)
         if isinstance(told, Hello):
@@ -74,24 +89,43 @@ class Catalog:
             engine.check_block(told)
 
     def seen(self, told: Told, seq: int) -> bool:
-        """Whether a rank's message with this sequence number has been applied before."""
-        if isinstance(told, Step):
-            return told.step <= self.step
-        engine = self.engines.get(told.engine_id)
-        return engine is not None and seq in engine.accepted[told.shard]
+        """Whether a rank's message with this sequence number has been applied before.
 
-    def apply(self, told: Told, seq: int, number: int) -> None:
+        Or says nothing new: an engine that is known, a count that is no higher, a step that has
+        begun.
+        """
+        if isinstance(told, Step):
+            return self.steps.has_begun(told.step)
+        engine = self.engines.get(told.engine_id)
+        if engine is None:
+            return False
+        match told:
+            case Hello():
+                return True
+            case Dropped():
+                return engine.has_told_dropped(told)
+        return seq in engine.accepted[told.shard]
+
+    def apply(self, told: Journaled, seq: int, number: int) -> None:
         """Apply a checked message that the store holds as entry ``number``."""
         if isinstance(told, Step):
-            self.step = max(self.step, told.step)
+            self.steps.begin(told.step, number)
+            return
+        if isinstance(told, Pin):
+            for name in told.trajectories:
+                self.superseded += self.pins.put(name, told.lease_s, number, time.monotonic())
             return
         if isinstance(told, Hello):
             self._add_engine(told)
         engine = self.engines[told.engine_id]
+        if isinstance(told, Dropped):
+            self.superseded += engine.tell_dropped(told, number)
+            return
         engine.accepted[told.shard].add(seq)
         match told:
             case Block():
                 version = self._version_number(told.weight_version)
+                self.versions_used.use(version)
                 part = PARTS.index(told.part)
                 self.blocks.put(number, engine.number, part, version, self.step, told.row_bytes)
                 engine.place(told, number)
@@ -99,8 +133,6 @@ class Catalog:
                 self._merge(told, engine, seq, number)
             case WeightDigests():
                 self.digests.put(told, number, self.step)
-            case Dropped():
-                engine.dropped[told.shard] = told.forward_rows + told.kv_rows
 
     def growth(self, told: Told) -> int:
         """Return the memory that applying a checked message would add to the index, about.
@@ -165,10 +197,20 @@ class Catalog:
                     row_map.drop(blocks)
         return numbers
 
+    def supersede_steps(self) -> None:
+        """Forget the steps in which nothing was told that is held."""
+        numbers, blocks = self.blocks.held()
+        steps = set(np.unique(blocks["step"]).tolist()) | self.digests.steps()
+        steps.update(trajectory.step for trajectory in self.trajectories.values())
+        told = [entry for trajectory in self.trajectories.values() for entry in trajectory.entries]
+        others = np.array([*told, *self.digests.entries()], dtype=np.int64)
+        self.superseded += self.steps.keep(steps, np.sort(np.concatenate([numbers, others])))
+
     def nbytes(self) -> int:
         """Return the memory that the index takes, about."""
         engines = sum(engine.nbytes() for engine in self.engine_list)
         others = self._trajectory_bytes + self._name_bytes + self.digests.nbytes
+        others += self.pins.nbytes + self.steps.nbytes()
         return engines + self.blocks.nbytes() + others
 
     def _merge(self, told: Trajectory, engine: Engine, seq: int, number: int) -> None:

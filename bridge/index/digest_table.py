@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from bridge.wire import WeightDigests
@@ -44,9 +44,17 @@ class DigestTable:
         held.step = step
         self.nbytes += held.nbytes()
 
-    def drop_before(self, step: int) -> list[int]:
-        """Forget versions last reported before ``step``, but not the newest; return entries."""
-        old = [name for name, held in list(self._versions.items())[:-1] if held.step < step]
+    def steps(self) -> set[int]:
+        """Return the RL steps in which versions were last reported."""
+        return {held.step for held in self._versions.values()}
+
+    def entries(self) -> list[int]:
+        """Return the store's entries that hold the reports."""
+        return [entry for held in self._versions.values() for entry in held.entries]
+
+    def drop(self, steps: Set[int]) -> list[int]:
+        """Forget versions last reported in these steps, but not the newest; return entries."""
+        old = [name for name, held in list(self._versions.items())[:-1] if held.step in steps]
         numbers: list[int] = []
         for name in old:
             held = self._versions.pop(name)

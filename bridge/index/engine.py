@@ -15,7 +15,7 @@ from bridge.errors import SchemaMismatch
 from bridge.index.row_map import RowMap
 from bridge.index.sequence_set import SequenceSet
 from bridge.layout import Part, Shard
-from bridge.wire import Block, Hello
+from bridge.wire import Block, Dropped, Hello
 
 _OBJECT_BYTES = 200
 _ENGINE_BYTES = 1 << 10
@@ -25,7 +25,8 @@ _ENGINE_BYTES = 1 << 10
 class Engine:
     """An engine by its number in the index.
 
-    ``accepted`` has each rank's sequence numbers, ``dropped`` how many rows each rank gave up.
+    ``accepted`` has each rank's sequence numbers, ``dropped`` how many rows each rank gave up,
+    ``dropped_entries`` the store's entry that says so.
     """
 
     number: int
@@ -33,6 +34,7 @@ class Engine:
     maps: dict[Part, RowMap] = field(init=False)
     accepted: list[SequenceSet] = field(init=False)
     dropped: dict[int, int] = field(default_factory=dict)
+    dropped_entries: dict[int, int] = field(default_factory=dict)
     _senders: dict[Part, list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,6 +56,18 @@ class Engine:
     def senders(self, part: Part) -> Sequence[Shard]:
         """Return the shards that have bytes of this part, in the order of the row map's senders."""
         return [self.hello.shards[number] for number in self._senders[part]]
+
+    def has_told_dropped(self, told: Dropped) -> bool:
+        """Whether a rank has given up as many rows already; the count only grows."""
+        return told.forward_rows + told.kv_rows <= self.dropped.get(told.shard, 0)
+
+    def tell_dropped(self, told: Dropped, number: int) -> list[int]:
+        """Note a count that entry ``number`` holds; return the entry of the one before."""
+        before = self.dropped_entries.get(told.shard)
+        count = told.forward_rows + told.kv_rows
+        self.dropped[told.shard] = max(count, self.dropped.get(told.shard, 0))
+        self.dropped_entries[told.shard] = number
+        return [] if before is None else [before]
 
     def place(self, block: Block, number: int) -> None:
         """Note that the store's entry ``number`` holds a checked block."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from bridge.errors import TraceError
-from bridge.index.catalog import Catalog, Told
+from bridge.index.catalog import Catalog, Journaled
 from bridge.observe.logs import Event, event
 from bridge.store.base import Store
 from bridge.store.journal import unpack
@@ -20,7 +20,7 @@ def recover(store: Store) -> tuple[Catalog, int]:
     for number, header in store.replay():
         try:
             told, seq = unpack(header)
-            if not isinstance(told, Told):
+            if not isinstance(told, Journaled):
                 raise TraceError(f"a {told.KIND} message has no place in a journal")
             catalog.check(told)
         except TraceError as error:

@@ -5,16 +5,21 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
+from bridge.errors import CorruptMessage
 from bridge.wire.envelope import Envelope
 from bridge.wire.fields import MAX_COUNT, Fields
 from bridge.wire.message import HeaderOnly, frames_of
 
 MAX_LEASE_S = 7 * 24 * 3600
+MAX_STEP = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Step(HeaderOnly):
-    """RL step ``step`` begins: what is told from here on belongs to it."""
+    """RL step ``step`` begins: what is told from here on belongs to it.
+
+    It may be an earlier one than that before, when a trainer goes back to a checkpoint.
+    """
 
     KIND: ClassVar[str] = "step"
 
@@ -28,7 +33,10 @@ class Step(HeaderOnly):
     def parse(cls, envelope: Envelope) -> Self:
         """Build from an intact envelope."""
         frames_of(envelope, 0)
-        return cls(Fields(envelope.body).integer("step", 0, (1 << 31) - 1))
+        step = Fields(envelope.body).integer("step", 0, MAX_COUNT)
+        if step > MAX_STEP:
+            raise CorruptMessage(f"RL step {step} is over {MAX_STEP}; count steps from 0")
+        return cls(step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +64,10 @@ class Pin(HeaderOnly):
 class Policy:
     """What is collected; None collects nothing on that ground.
 
+    `bridge.index.aging` says how far a step or version is behind.
+
     keep               RL steps kept, the current one among them
-    max_version_diff   how many weight versions behind the newest a row may be
+    max_version_diff   how many weight versions behind a row may be
     expire_s           seconds without news after which an unfinished trajectory is given up
     """
 

@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 
 from bridge.client import TraceClient
 from bridge.embedded import EmbeddedBridge
-from bridge.errors import StoreFull, UnknownTrajectory
+from bridge.errors import CorruptMessage, StoreFull, UnknownTrajectory
 from bridge.index import Catalog
+from bridge.index.catalog import Journaled
 from bridge.index.retention import garbage
 from bridge.layout import Part, RecordLayout
 from bridge.producer import RecordProducer
 from bridge.store import CachedStore, DiskStore, Entry, MemoryStore, Store
+from bridge.store.journal import unpack
 from bridge.wire import Block, Hello, Policy, Step, Trajectory, TrajectoryState, WeightDigests
 
 OPEN, FINISHED = TrajectoryState.OPEN, TrajectoryState.FINISHED
@@ -200,6 +202,160 @@ def test_digests_of_old_steps_go_and_the_newest_stay(
         engine.flush()
     trainer.gc(Policy(keep=1))
     assert [trainer.digests(str(step)) for step in range(3)] == [{}, {}, {"w": "02"}]
+
+
+def test_pins_hold_after_a_restart_and_what_was_unpinned_does_not(
+    tmp_path: Path,
+    start_process: Callable[..., EmbeddedBridge],
+    layout: RecordLayout,
+    make_rows: MakeRows,
+) -> None:
+    bridge = start_process(tmp_path, keep=1)
+    with RecordProducer(bridge.endpoint) as engine, TraceClient(bridge.endpoint) as trainer:
+        engine.hello("e", layout)
+        for number, name in enumerate(("pinned", "twice", "unpinned", "other")):
+            _record(engine, make_rows, name, 10 * number)
+        trainer.pin(["pinned", "twice", "unpinned"])
+        trainer.pin(["twice"], lease_s=60)
+        trainer.unpin(["unpinned"])
+    bridge.process.kill()
+    bridge.process.wait()
+    bridge = start_process(tmp_path, keep=1)
+    with TraceClient(bridge.endpoint) as trainer:
+        trainer.begin_step(7)
+        trainer.gc(Policy(keep=1))
+        assert _names(trainer) == ["pinned", "twice"]
+        trainer.unpin(["pinned", "twice"])
+        trainer.gc(Policy(keep=1))
+        assert _names(trainer) == []
+    bridge.stop()
+    store = DiskStore(tmp_path, 1 << 30)
+    kinds = [unpack(header)[0].KIND for _, header in store.replay()]
+    store.close()
+    assert "pin" not in kinds
+
+
+def test_pins_are_bounded_in_number_and_in_bytes(trainer: TraceClient) -> None:
+    trainer.pin([f"{number}" for number in range(1000)])
+    with pytest.raises(StoreFull, match="unpin some"):
+        trainer.pin([f"{number:04d}" + "\U0001f600" * 1000 for number in range(1000)])
+    trainer.unpin([f"{number}" for number in range(1000)])
+    trainer.pin(["t"])
+
+
+def test_a_trainer_that_goes_back_keeps_what_is_recorded_from_there_on(
+    engine: RecordProducer, trainer: TraceClient, make_rows: MakeRows
+) -> None:
+    for step in (8, 9, 10):
+        trainer.begin_step(step)
+        _record(engine, make_rows, f"t{step}", 10 * step, str(step))
+    trainer.begin_step(8)
+    for step in (8, 9, 10, 11):
+        trainer.begin_step(step)
+        _record(engine, make_rows, f"again{step}", 1000 + 10 * step, str(step))
+        trainer.gc(Policy(keep=2, max_version_diff=1))
+        kept = _names(trainer)
+        assert {f"again{s}" for s in range(max(8, step - 1), step + 1)} <= set(kept)
+    assert [name for name in kept if name.startswith("again")] == ["again10", "again11"]
+
+
+@pytest.mark.parametrize("absurd", [(1 << 31) - 1, 1_000_000])
+def test_one_absurd_step_and_version_age_like_any_other(
+    engine: RecordProducer, trainer: TraceClient, make_rows: MakeRows, absurd: int
+) -> None:
+    policy = Policy(keep=2, max_version_diff=1)
+    for number, step in enumerate([5, 6, absurd, 7, 8, 9]):
+        trainer.begin_step(step)
+        _record(engine, make_rows, f"t{step}", 10 * number, str(step))
+        trainer.gc(policy)
+        if step == absurd:
+            assert _names(trainer) == ["t6", f"t{absurd}"]
+    assert _names(trainer) == ["t8", "t9"]
+    assert trainer.stats().step == 9
+
+
+def test_a_step_beyond_the_range_is_refused_with_a_sentence(trainer: TraceClient) -> None:
+    with pytest.raises(CorruptMessage, match="count steps from 0"):
+        trainer.begin_step(1 << 60)
+
+
+def test_a_step_that_another_rank_says_late_changes_nothing(
+    engine: RecordProducer, trainer: TraceClient, make_rows: MakeRows
+) -> None:
+    trainer.begin_step(5)
+    trainer.begin_step(6)
+    trainer.begin_step(5)
+    _record(engine, make_rows, "t", 0)
+    trainer.begin_step(6)
+    trainer.gc(Policy(keep=1))
+    assert _names(trainer) == ["t"]
+
+
+def test_steps_and_dropped_counts_take_no_space_for_ever(
+    tmp_path: Path, serve: Callable[..., str], layout: RecordLayout
+) -> None:
+    disk = DiskStore(tmp_path, 1 << 20)
+    endpoint = serve(CachedStore(disk, 8 << 20))
+    with RecordProducer(endpoint) as engine, TraceClient(endpoint) as trainer:
+        engine.hello("e", layout)
+        before = trainer.stats()
+        for number in range(1500):
+            trainer.begin_step(number + 1)
+            engine.count_dropped(Part.FORWARD, 1)
+            engine.flush()
+        after = trainer.stats()
+    assert (after.step, after.dropped_rows) == (1500, 1500)
+    assert after.disk_bytes - before.disk_bytes < 64 << 10
+    assert after.index_bytes - before.index_bytes < 64 << 10
+    disk.close()
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["rows", "trajectory", "step", "collect"]), st.integers(0, 9)),
+        max_size=40,
+    )
+)
+def test_a_restart_finds_the_steps_that_matter(
+    layout: RecordLayout, story: list[tuple[str, int]]
+) -> None:
+    catalog, journal = Catalog(), {}
+    width = layout.row_bytes(Part.FORWARD)
+
+    def tell(told: Journaled) -> None:
+        journal[len(told_all)] = told
+        catalog.apply(told, len(told_all), len(told_all))
+        told_all.append(told)
+
+    told_all: list[Journaled] = []
+    tell(Hello("e", layout))
+    for kind, value in story:
+        row = np.array([len(told_all)])
+        if kind == "rows":
+            tell(Block("e", Part.FORWARD, "v", width, row))
+        elif kind == "trajectory":
+            tell(Trajectory("e", f"t{value}", 0, row.astype(np.int32), row, FINISHED))
+        elif kind == "step" and not catalog.steps.has_begun(value):
+            tell(Step(value))
+        elif kind == "collect":
+            found = garbage(catalog, Policy(keep=1 + value), set(), 0.0)
+            gone = catalog.drop(found.trajectories, found.blocks)
+            catalog.supersede_steps()
+            for number in [*gone, *catalog.superseded]:
+                del journal[number]
+            catalog.superseded = []
+    again = Catalog()
+    for number, told in journal.items():
+        again.apply(told, number, number)
+    assert again.step == catalog.step
+    assert {name: t.step for name, t in again.trajectories.items()} == {
+        name: t.step for name, t in catalog.trajectories.items()
+    }
+    np.testing.assert_array_equal(again.blocks.held()[1]["step"], catalog.blocks.held()[1]["step"])
+    for keep in range(1, 4):
+        mine, theirs = catalog.steps.behind(keep), again.steps.behind(keep)
+        held = {t.step for t in catalog.trajectories.values()}
+        assert mine & held == theirs & held
 
 
 _STORY = st.lists(

@@ -1,0 +1,10 @@
+"""How much memory the index's texts take."""
+
+from __future__ import annotations
+
+_HEAD_BYTES = 80
+
+
+def text_bytes(text: str) -> int:
+    """Return the memory of a text at most: CPython stores 1, 2 or 4 bytes a character."""
+    return _HEAD_BYTES + (1 if text.isascii() else 4) * len(text)
