@@ -33,6 +33,10 @@ class StoreFull(TraceError):
     """The store has reached its limit; nothing already acknowledged is lost."""
 
 
+class TooManyQuestions(TraceError):
+    """A client asks on and on without reading the answers."""
+
+
 class BridgeUnreachable(TraceError):
     """No bridge daemon answers at the endpoint."""
 

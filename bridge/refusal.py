@@ -7,6 +7,7 @@ from bridge.errors import (
     RegionOutOfReach,
     SchemaMismatch,
     StoreFull,
+    TooManyQuestions,
     TraceError,
     UnknownTrajectory,
 )
@@ -23,6 +24,7 @@ _BY_CODE = {
         RegionOutOfReach,
         SchemaMismatch,
         StoreFull,
+        TooManyQuestions,
         UnknownEngine,
         UnknownTrajectory,
     )

@@ -53,12 +53,13 @@ class Fetching:
         self._joining = Joining(catalog.blocks, gather)
 
     def answer(
-        self, fetch: Fetch, landing: Landing | None = None
+        self, fetch: Fetch, landing: Landing | None = None, room: int = MAX_PAGE_BYTES
     ) -> Iterator[FetchReply | PageRows | PlacedRows]:
         """Yield the first page of [start, stop); the client asks on from where it ends.
 
         Its rows are read as they are asked for, so that the pieces before them can be on their way.
-        With a ``landing`` for one of them at least they are written there.
+        With a ``landing`` for one of them at least they are written there; else the page has at
+        most ``room`` bytes, or one position.
 
         Raises:
             UnknownTrajectory: no engine told of the trajectory.
@@ -78,7 +79,7 @@ class Fetching:
         start = min(fetch.start, stop)
         if landing is not None and landing.nbytes < reduced.bytes_per_token():
             landing = None
-        page = _page(start, stop, reduced, landing)
+        page = _page(start, stop, reduced, landing, room)
         found = {part: self._find(part, trajectory, page, engine) for part in Part}
         yield self._head(fetch.trajectory, page, engine, reduced, found)
         for part in Part:
@@ -210,9 +211,15 @@ def _sites(sites: tuple[str, ...] | None) -> tuple[Site, ...] | None:
         raise LayoutError(f"{error}; ask for some of {', '.join(Site)}") from error
 
 
-def _page(start: int, stop: int, reduced: RecordLayout, landing: Landing | None) -> slice:
-    room = MAX_PAGE_BYTES if landing is None else landing.nbytes
-    positions = max(1, room // (reduced.bytes_per_token() + 32))
+def _page(
+    start: int,
+    stop: int,
+    reduced: RecordLayout,
+    landing: Landing | None,
+    room: int = MAX_PAGE_BYTES,
+) -> slice:
+    nbytes = min(room, MAX_PAGE_BYTES) if landing is None else landing.nbytes
+    positions = max(1, nbytes // (reduced.bytes_per_token() + 32))
     return slice(start, min(stop, start + positions))
 
 

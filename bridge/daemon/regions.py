@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import time
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +18,9 @@ from bridge.wire import LentRows, PageRows, Place, PlacedRows, Rows
 from bridge.wire.fields import wire_bytes
 
 _MOST_OPEN = 64
+_MOST_LENT = 1 << 30
+# A place takes memory here too once it is touched, until it is looked away from.
+_PAGE_BYTES = mmap.PAGESIZE
 _IDLE_S = 30.0
 
 
@@ -25,6 +30,7 @@ class _Open:
 
     memory: memoryview | None
     key: str
+    pid: int
     used_at: float
     last_seq: int = -1
 
@@ -35,12 +41,26 @@ class _Open:
             return None
         return self.memory[place.offset : end]
 
+    def look_away(self, offset: int, nbytes: int) -> None:
+        """Have a place take no memory of this process: what stands there is the client's."""
+        assert self.memory is not None
+        assert isinstance(self.memory.obj, mmap.mmap)
+        begin = offset // _PAGE_BYTES * _PAGE_BYTES
+        self.memory.obj.madvise(mmap.MADV_DONTNEED, begin, offset + nbytes - begin)
+
 
 class Regions:
-    """Keeps the regions of clients that ask again and again, one a client."""
+    """Keeps the regions of clients that ask again and again, one a client.
 
-    def __init__(self) -> None:
+    Of what it touches there at most ``most_bytes`` stay in this process's memory.
+    """
+
+    def __init__(self, most_bytes: int = _MOST_LENT) -> None:
+        self._most_bytes = most_bytes
         self._open: dict[bytes, _Open] = {}
+        # Bytes by (client, offset of the place), in the order of their last use.
+        self._touched: OrderedDict[tuple[bytes, int], int] = OrderedDict()
+        self.nbytes = 0
 
     def landing(self, peer: bytes, place: Place | None, seq: int) -> Landing | None:
         """Return the place that a client lends for answer ``seq``, None if there is none in reach.
@@ -55,6 +75,8 @@ class Regions:
         if memory is None or seq <= held.last_seq:
             return None
         held.last_seq = seq
+        memory = memory[: max(self._most_bytes, STAMP_BYTES)]
+        self._touch(peer, place.offset, len(memory))
         return Landing(memory)
 
     def rows(self, peer: bytes, lent: LentRows) -> Rows:
@@ -69,6 +91,7 @@ class Regions:
             raise RegionOutOfReach(
                 "the bridge cannot read the engine's memory; send the rows through the socket"
             )
+        self._touch(peer, lent.place.offset, STAMP_BYTES + lent.nbytes)
         rows_nR = np.empty((len(lent.block.rows), lent.block.row_bytes), dtype=np.uint8)
         rows_nR.reshape(-1).data[:] = memory[STAMP_BYTES : STAMP_BYTES + lent.nbytes]
         if stamped(memory) != lent.stamp:
@@ -79,16 +102,32 @@ class Regions:
         """Let go of regions that are not used, whose clients may be gone."""
         before = time.monotonic() - _IDLE_S
         for peer in [peer for peer, held in self._open.items() if held.used_at < before]:
-            del self._open[peer]
+            self.forget(peer)
+
+    def forget(self, peer: bytes) -> None:
+        """Let go of a client's region."""
+        self._open.pop(peer, None)
+        for key in [key for key in self._touched if key[0] == peer]:
+            self.nbytes -= self._touched.pop(key)
+
+    def _touch(self, peer: bytes, offset: int, nbytes: int) -> None:
+        """Count a place that is used next; look away from those not used for longest."""
+        self.nbytes += nbytes - self._touched.pop((peer, offset), 0)
+        self._touched[peer, offset] = nbytes
+        while self.nbytes > self._most_bytes and len(self._touched) > 1:
+            (client, at), gone = self._touched.popitem(last=False)
+            self.nbytes -= gone
+            self._open[client].look_away(at, gone)
 
     def _region(self, peer: bytes, place: Place) -> _Open:
         held = self._open.pop(peer, None)
         if held is None or held.key != place.key:
-            held = _Open(opened(place), place.key, 0.0)
+            self.forget(peer)
+            held = _Open(opened(place), place.key, place.pid, 0.0)
         held.used_at = time.monotonic()
         self._open[peer] = held  # the last of them
         if len(self._open) > _MOST_OPEN:
-            del self._open[next(iter(self._open))]
+            self.forget(next(iter(self._open)))
         return held
 
 

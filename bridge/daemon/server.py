@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator
 
 import zmq
 
+from bridge.daemon.budget import Budget
 from bridge.daemon.fetching import Fetching
 from bridge.daemon.flow import Flow
 from bridge.daemon.gather import Gather
@@ -18,6 +18,7 @@ from bridge.daemon.outbox import Outbox
 from bridge.daemon.queries import Census
 from bridge.daemon.regions import Regions
 from bridge.daemon.retention import Retention
+from bridge.daemon.waiting import WaitingQuestions
 from bridge.endpoint import EndpointInUse, Reach, checked_endpoint
 from bridge.errors import CorruptMessage, TraceError
 from bridge.index.recovery import recover
@@ -54,13 +55,12 @@ log = logging.getLogger(__name__)
 _POLL_MS = 200
 _WAITING_POLL_MS = 2
 # Questions whose answers wait for a client to read those before.
-LARGELY_ANSWERED = (Fetch, List, Digests)
-# Questions of clients that do not read; beyond them the oldest are given up.
-_MOST_WAITING = 1024
+LARGELY_ANSWERED = (Fetch, List, Digests, Stats, Observe)
 _TURN_MESSAGES = 256
-_TURN_BYTES = 64 << 20
-# Messages that ZeroMQ holds per peer on our behalf, each of a few MiB at most (RecordProducer).
-_RECEIVE_QUEUE = 16
+# Waiting questions that are answered before what has arrived meanwhile is looked at.
+_TURN_ANSWERS = 16
+# A peer that takes nothing for so long is disconnected; it comes back by itself when it reads.
+_PATIENCE_MS = 60_000
 
 
 class Daemon:
@@ -89,7 +89,9 @@ class Daemon:
             at = checked_endpoint(endpoint, reach)
             self._socket = self._context.socket(zmq.ROUTER)
             self._guard = None if keys is None else Guard(self._context, self._socket, keys)
-            _listen(self._socket, at)
+            budget = Budget.of(store.fill().memory_limit)
+            self._turn_bytes = budget.turn
+            _listen(self._socket, at, budget.queued_messages)
             catalog, damaged_entries = recover(store)
         except BaseException:
             self._context.destroy()
@@ -98,12 +100,12 @@ class Daemon:
         for awaited in (self._socket, *(self._guard.sockets if self._guard else ())):
             self._poller.register(awaited, zmq.POLLIN)
         gather = Gather(store)
-        self._outbox = Outbox(self._socket)
-        self._waiting: deque[tuple[bytes, Message, int]] = deque(maxlen=_MOST_WAITING)
+        self._outbox = Outbox(self._socket, budget)
+        self._waiting = WaitingQuestions(budget)
         self._flow = Flow()
-        self._ingest = Ingest(store, catalog, self._flow, self._outbox.send)
+        self._ingest = Ingest(store, catalog, self._flow, self._outbox.tell)
         self._fetching = Fetching(catalog, gather)
-        self._regions = Regions()
+        self._regions = Regions(budget.lent)
         self._retention = Retention(store, catalog, policy or Policy())
         self._census = Census(
             store,
@@ -140,7 +142,7 @@ class Daemon:
                 break
             self._handle(peer.bytes, [frame.buffer for frame in frames])
             nbytes += sum(len(frame) for frame in frames)
-            if nbytes >= _TURN_BYTES:
+            if nbytes >= self._turn_bytes:
                 break
         self._ingest.commit()
 
@@ -158,8 +160,10 @@ class Daemon:
                 message = self._regions.rows(peer, message)
             if isinstance(message, Ingested):
                 self._ingest.take(peer, message, seq)
-            elif isinstance(message, LARGELY_ANSWERED) and not self._outbox.has_room(peer):
-                self._waiting.append((peer, message, seq))
+            elif not isinstance(message, LARGELY_ANSWERED):
+                self._outbox.tell(peer, self._reply(message), seq)
+            elif peer in self._waiting or not self._room(peer):
+                self._waiting.put(peer, bytes(frames[0]))
             else:
                 self._answer(peer, message, seq)
         except TraceError as error:
@@ -168,7 +172,8 @@ class Daemon:
     def _answer(self, peer: bytes, message: Message, seq: int) -> None:
         try:
             for reply in self._replies(peer, message, seq):
-                self._outbox.send(peer, reply, seq)
+                if not self._outbox.send(peer, reply, seq):
+                    return self._forget(peer)
         except TraceError as error:
             self._refuse(peer, error, seq)
 
@@ -176,23 +181,33 @@ class Daemon:
         self._flow.refuse(error)
         refused = event(Event.MESSAGE_REFUSED, code=type(error).__name__)
         log.warning("a message is refused: %s", error, extra=refused)
-        self._outbox.send(peer, refusal(error), seq)
+        self._outbox.tell(peer, refusal(error), seq)
+
+    def _forget(self, peer: bytes) -> None:
+        """Let go of a client that is gone."""
+        self._waiting.forget(peer)
+        self._regions.forget(peer)
 
     def _answer_waiting(self) -> None:
-        """Answer the clients that have read enough of what they asked for before."""
-        for _ in range(len(self._waiting)):
-            peer, question, seq = self._waiting.popleft()
-            if self._outbox.has_room(peer):
-                self._answer(peer, question, seq)
-            else:
-                self._waiting.append((peer, question, seq))
+        """Answer the clients that have read enough of what they asked for before, one by one."""
+        answered, before = 0, -1
+        while before < answered < _TURN_ANSWERS:
+            before = answered
+            for peer in self._waiting.peers():
+                if self._room(peer):
+                    question = unseal([memoryview(self._waiting.take(peer))])
+                    self._answer(peer, parsed(question), question.seq)
+                    answered += 1
+
+    def _room(self, peer: bytes) -> int:
+        return self._outbox.room(peer, len(self._waiting))
 
     def _replies(self, peer: bytes, message: Message, seq: int) -> Iterator[Message]:
         if not isinstance(message, Fetch):
             yield self._reply(message)
             return
         landing = self._regions.landing(peer, message.place, seq)
-        for reply in self._fetching.answer(message, landing):
+        for reply in self._fetching.answer(message, landing, self._room(peer)):
             if isinstance(reply, PageRows | PlacedRows):
                 self._flow.send(reply)
             yield reply
@@ -218,9 +233,11 @@ class Daemon:
         raise CorruptMessage(f"a {message.KIND} message is not for a daemon; send it to a client")
 
 
-def _listen(socket: zmq.Socket[bytes], endpoint: str) -> None:
+def _listen(socket: zmq.Socket[bytes], endpoint: str, queued_messages: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
+    socket.setsockopt(zmq.RCVHWM, queued_messages)
+    socket.setsockopt(zmq.SNDHWM, 0)  # `Outbox` bounds it, in bytes, and throws nothing away
+    socket.setsockopt(zmq.TCP_MAXRT, _PATIENCE_MS)
     bound_buffers(socket, endpoint)
     if "[" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)

@@ -37,6 +37,7 @@ from bridge.wire.message import HeaderOnly, frames_of
 from bridge.wire.place import MAX_REGION_BYTES, MAX_STAMP, Place, parsed_place
 
 MAX_SITES = 64
+MAX_SITE_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +75,18 @@ class Fetch(HeaderOnly):
         """Build from an intact envelope."""
         frames_of(envelope, 0)
         fields = Fields(envelope.body)
+        layers = fields.optional_integers("layers", 0, MAX_LAYERS - 1)
+        sites = fields.optional_texts("sites", MAX_SITES)
+        if len(layers or ()) > MAX_LAYERS or any(
+            len(site) > MAX_SITE_CHARS for site in sites or ()
+        ):
+            raise CorruptMessage("a question names more layers or longer sites than there can be")
         return cls(
             fields.name("trajectory"),
             fields.integer("start", 0, MAX_TRAJECTORY_TOKENS),
             fields.optional_integer("stop", 0, MAX_TRAJECTORY_TOKENS),
-            fields.optional_integers("layers", 0, MAX_LAYERS - 1),
-            fields.optional_texts("sites", MAX_SITES),
+            layers,
+            sites,
             _parsed_slice(fields),
             parsed_place(fields),
         )

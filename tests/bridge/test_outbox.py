@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import zmq
 
+from bridge.daemon.budget import Budget
 from bridge.daemon.gather import PIECE_BYTES
-from bridge.daemon.outbox import _MOST_BYTES, Outbox
+from bridge.daemon.outbox import Outbox
 from bridge.layout import Part
 from bridge.wire import PageRows, decode
 
@@ -39,20 +40,21 @@ def test_a_peer_that_reads_nothing_has_no_room_for_ever_more_pages(
     sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]],
 ) -> None:
     router, dealer = sockets
-    outbox = Outbox(router)
+    budget = Budget.of(1 << 30)
+    outbox = Outbox(router, budget)
     sent = 0
-    while outbox.has_room(b"p"):
+    while outbox.room(b"p") >= PIECE_BYTES:
         outbox.send(b"p", _PIECE, sent)
         sent += 1
         time.sleep(0.01)  # so that what the socket's buffers take has left the queue
-        assert sent * PIECE_BYTES < _MOST_BYTES + (64 << 20)
-    assert outbox.has_room(b"another peer")
+        assert sent * PIECE_BYTES < budget.share(1) + (64 << 20)
+    assert outbox.room(b"another peer") >= PIECE_BYTES
     for seq in range(sent):
         message, answered = decode(dealer.recv_multipart())
         assert answered == seq
         assert isinstance(message, PageRows)
         assert (message.rows == 7).all()
     end = time.monotonic() + 10
-    while not outbox.has_room(b"p"):
+    while outbox.room(b"p") < PIECE_BYTES:
         assert time.monotonic() < end
         time.sleep(0.01)

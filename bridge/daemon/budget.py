@@ -1,0 +1,67 @@
+"""How much memory all clients together may make the daemon hold besides records and their index.
+
+Records and index take what `bridge.store.payloads.room_of` says; the rest of the memory limit is
+here, for all clients together: answers that they have not read, questions that wait for that, and
+memory that they lend and that the daemon has touched. Every client can have a little of it, however
+much the others hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from bridge.store.payloads import room_of
+
+_DEFAULT_LIMIT = 8 << 30
+_LEAST_BYTES = 1 << 20
+_LEAST_SHARE = 64 << 10
+_MOST_LEAST_SHARE = 1 << 20
+# A client alone gets this part of the whole at most, so that those that come next find some.
+_PARTS = 4
+_MOST_LENT = 1 << 30
+_MOST_TURN = 64 << 20
+_ENGINE_MESSAGE_BYTES = 4 << 20
+_ENGINES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes.
+
+    answers    of all answers that are not sent yet
+    questions  of all questions that wait
+    lent       of memory of clients that the daemon has touched and maps
+    turn       of messages that are received before they are stored
+    """
+
+    answers: int
+    questions: int
+    lent: int
+    turn: int
+
+    @classmethod
+    def of(cls, memory_limit: int) -> Self:
+        """Return what a memory limit leaves; 0 is none, so that the default one counts."""
+        limit = memory_limit or _DEFAULT_LIMIT
+        transit = max(_LEAST_BYTES, limit - room_of(limit))
+        return cls(
+            answers=transit,
+            questions=transit // 4,
+            lent=max(transit, min(limit // 8, _MOST_LENT)),
+            turn=min(transit // 2, _MOST_TURN),
+        )
+
+    @property
+    def least_share(self) -> int:
+        """What a client can have of ``answers`` also when others hold all of it."""
+        return min(max(self.answers // 256, _LEAST_SHARE), _MOST_LEAST_SHARE)
+
+    def share(self, clients: int) -> int:
+        """Return what each of so many clients may have of ``answers``."""
+        return max(self.answers // max(clients, _PARTS), self.least_share)
+
+    @property
+    def queued_messages(self) -> int:
+        """How many messages ZeroMQ receives of a peer before the daemon takes them."""
+        return min(max(self.lent // (_ENGINES * _ENGINE_MESSAGE_BYTES), 2), 16)
