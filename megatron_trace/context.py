@@ -52,12 +52,19 @@ def guide(micro_batch: GuidedMicroBatch | None) -> Iterator[None]:
     The backward may run outside the block: checkpoints remember the micro-batch. With expert
     parallelism the records travel with the tokens, so every rank of the group must guide, by
     records of one layout and one `Guidance`, or none.
+
+    Raises:
+        TokenMismatch, TokenCountMismatch, FormMismatch: if the model is given other tokens, or in
+            another order or form, than the micro-batch was built from.
+        NothingGuided: at the end of the block, if nothing in it asked for the records.
     """
     token = _scope.set(Scope(micro_batch))
     try:
         yield
     finally:
         _scope.reset(token)
+    if micro_batch is not None:
+        micro_batch.finish_forward()
 
 
 def bind_scope(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from megatron.core.transformer.attention import Attention
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -12,9 +13,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from bridge.layout import ModelShape
+from bridge.layout import ModelShape, Site
 from megatron_trace.config import TraceTrainerConfig
 from megatron_trace.dispatch import AllGatherRecords, AllToAllRecords, RecordDispatcher
+from megatron_trace.entry import LayerEntry, unwatch, watch, watch_inputs, watched
 from megatron_trace.experts import Expert, ExpertLayer
 from megatron_trace.key_values import KeyValues
 from megatron_trace.live_check import require_live_hooks
@@ -29,12 +31,21 @@ from megatron_trace.routes import RecordedRoutes
 from megatron_trace.weights import ExpertWeight
 
 _MARKS = ("trace_experts", "trace_expert", "trace_weight", "trace_key_value")
+_EXPERT_SITES = frozenset((Site.FC1, Site.FC2))
+_ROUTE_SITES = frozenset((Site.ROUTES,))
+_KV_SITES = frozenset((Site.K, Site.V))
 
 Model = nn.Module | Sequence[nn.Module]
+# A module, the attribute that marks it, and what the hooks find there.
+_Mark = tuple[nn.Module, str, Any]
 
 
 def enable_fp4(model: Model, config: TraceTrainerConfig | None = None) -> None:
     """Compute `model` in FP4 from now on, guided where a forward runs under `guide`.
+
+    Everything is checked before anything is marked: a model that is refused stays as it was. Called
+    again, the last configuration holds. A pipeline stage without layers is accepted. A model
+    without experts gets FP4 keys and values.
 
     Args:
         model: a Megatron model, wrapped or not, or the list of its virtual pipeline chunks.
@@ -48,24 +59,26 @@ def enable_fp4(model: Model, config: TraceTrainerConfig | None = None) -> None:
     config = config or TraceTrainerConfig()
     require_live_hooks()
     layers = list(_layers(model))
-    if not layers:
+    if not layers and not any(isinstance(module, GPTModel) for module in _modules(model)):
         raise UnsupportedModel(
             "The model has no TransformerLayer to round: pass the Megatron model itself."
         )
-    refuse_config(layers[0].config)
-    shape = shape_of(layers[0].config)
-    for layer in layers:
-        index = layer.layer_number - 1
-        if isinstance(layer.mlp, MoELayer):
-            refuse_experts(layer.mlp)
-            _mark_experts(layer.mlp, index, shape, config)
-        if config.kv_cache:
-            refuse_attention(layer.self_attention)
-            _mark_attention(layer.self_attention, index, shape)
+    marks = [mark for layer in layers for mark in _marks(layer, config)]
+    entries = [(layer, _entry(layer, config)) for layer in layers]
+    disable_fp4(model)
+    for module, name, mark in marks:
+        setattr(module, name, mark)
+    for layer, entry in entries:
+        watch(layer, entry.enter)
+    for chunk in _chunks(model):
+        watch_inputs(chunk)
 
 
 def disable_fp4(model: Model) -> None:
     """Compute `model` as Megatron does, without FP4 and without routing replay."""
+    for chunk in _chunks(model):
+        for module in list(watched(chunk)):
+            unwatch(module)
     for layer in _layers(model):
         for module in layer.modules():
             for mark in _MARKS:
@@ -76,16 +89,18 @@ def disable_fp4(model: Model) -> None:
 
 def shape_of(config: TransformerConfig) -> ModelShape:
     """Return the sizes that records of a model with this configuration depend on."""
-    num_layers = config.num_layers
+    num_layers, experts = config.num_layers, config.num_moe_experts
     return ModelShape(
         num_layers=num_layers,
         hidden_size=config.hidden_size,
-        moe_intermediate_size=config.moe_ffn_hidden_size,
-        num_experts=config.num_moe_experts,
-        top_k=config.moe_router_topk,
+        moe_intermediate_size=config.moe_ffn_hidden_size if experts else 0,
+        num_experts=experts or 0,
+        top_k=config.moe_router_topk if experts else 0,
         num_kv_heads=config.num_query_groups,
         head_dim=config.kv_channels,
-        moe_layers=tuple(i for i in range(num_layers) if _is_moe(config.moe_layer_freq, i)),
+        moe_layers=tuple(
+            i for i in range(num_layers) if experts and _is_moe(config.moe_layer_freq, i)
+        ),
         attention_layers=tuple(range(num_layers)),
     )
 
@@ -94,25 +109,48 @@ def _is_moe(layer_freq: int | list[int], layer: int) -> bool:
     return layer % layer_freq == 0 if isinstance(layer_freq, int) else bool(layer_freq[layer])
 
 
+def _chunks(model: Model) -> Sequence[nn.Module]:
+    return model if isinstance(model, Sequence) else (model,)
+
+
+def _modules(model: Model) -> Iterator[nn.Module]:
+    for chunk in _chunks(model):
+        yield from chunk.modules()
+
+
 def _layers(model: Model) -> Iterator[TransformerLayer]:
-    for chunk in model if isinstance(model, Sequence) else (model,):
-        for module in chunk.modules():
-            if isinstance(module, TransformerLayer):
-                yield module
+    return (module for module in _modules(model) if isinstance(module, TransformerLayer))
 
 
-def _mark_experts(moe: MoELayer, layer: int, shape: ModelShape, config: TraceTrainerConfig) -> None:
+def _marks(layer: TransformerLayer, config: TraceTrainerConfig) -> Iterator[_Mark]:
+    """Yield what marks a layer; raise UnsupportedModel if it cannot be guided."""
+    refuse_config(layer.config, experts=config.experts)
+    index, shape = layer.layer_number - 1, shape_of(layer.config)
+    if isinstance(layer.mlp, MoELayer):
+        yield from _expert_marks(layer.mlp, index, shape, config)
+    if config.kv_cache:
+        refuse_attention(layer.self_attention)
+        heads = TensorParallel(layer.self_attention.pg_collection.tp, splits_tokens=False)
+        yield layer.self_attention, "trace_key_value", KeyValues(index, shape, heads)
+
+
+def _expert_marks(
+    moe: MoELayer, layer: int, shape: ModelShape, config: TraceTrainerConfig
+) -> Iterator[_Mark]:
     tokens = TensorParallel(moe.attn_tp_group, splits_tokens=moe.config.sequence_parallel)
-    moe.router.router_replay = RecordedRoutes(layer, shape, tokens)
+    yield moe.router, "router_replay", RecordedRoutes(layer, shape, tokens)
     if not config.experts:
         return
-    moe.trace_experts = ExpertLayer(layer, shape, tokens, _record_dispatcher(moe))
+    refuse_experts(moe)
+    yield moe, "trace_experts", ExpertLayer(layer, shape, tokens, _record_dispatcher(moe))
     shard_group = _shared(moe.experts.tp_group)
+    projections = 2 if moe.config.gated_linear_unit else 1
     for index, expert in enumerate(moe.experts.local_experts):
-        expert.trace_expert = Expert(index, shard_group)
-        projections = 2 if moe.config.gated_linear_unit else 1
-        expert.linear_fc1.trace_weight = ExpertWeight(projections, config.weight_dtype, shard_group)
-        expert.linear_fc2.trace_weight = ExpertWeight(1, config.weight_dtype, shard_group)
+        fc1 = ExpertWeight(projections, config.weight_dtype, shard_group)
+        fc2 = ExpertWeight(1, config.weight_dtype, shard_group)
+        yield expert, "trace_expert", Expert(index, shard_group)
+        yield expert.linear_fc1, "trace_weight", fc1
+        yield expert.linear_fc2, "trace_weight", fc2
 
 
 def _record_dispatcher(moe: MoELayer) -> RecordDispatcher:
@@ -126,6 +164,12 @@ def _shared(group: ProcessGroup) -> ProcessGroup | None:
     return group if group.size() > 1 else None
 
 
-def _mark_attention(attention: Attention, layer: int, shape: ModelShape) -> None:
-    heads = TensorParallel(attention.pg_collection.tp, splits_tokens=False)
-    attention.trace_key_value = KeyValues(layer, shape, heads)
+def _entry(layer: TransformerLayer, config: TraceTrainerConfig) -> LayerEntry:
+    marked, possible = set[Site](), set(_KV_SITES)
+    if config.kv_cache:
+        marked |= _KV_SITES
+    if isinstance(layer.mlp, MoELayer):
+        possible |= _EXPERT_SITES | _ROUTE_SITES
+        marked |= _ROUTE_SITES | (_EXPERT_SITES if config.experts else frozenset())
+    tokens = TensorParallel(layer.tp_group, splits_tokens=layer.config.sequence_parallel)
+    return LayerEntry(tokens, frozenset(marked), frozenset(possible))

@@ -16,8 +16,11 @@ from torch import Tensor
 from bridge.errors import NonFiniteActivation, TraceError
 from bridge.layout import ModelShape, RecordLayout, Site
 from bridge.layout.site import PART_OF
+from megatron_trace.coverage import Coverage
+from megatron_trace.forward_check import ForwardCheck
 from megatron_trace.guidance import Guidance, GuidanceError
 from megatron_trace.placed_rows import PlacedRows, VersionPolicy, place_rows
+from megatron_trace.record_check import check_kv_scales, check_rows
 from megatron_trace.report import Report, SiteCount
 from megatron_trace.rounding import Counter, Following, RowState, SiteRows
 from megatron_trace.sequences import Placement
@@ -44,13 +47,17 @@ class GuidedMicroBatch:
         kv_scales: dict[int, tuple[float, float]],
         rows: PlacedRows,
         guidance: Guidance,
+        placement: Placement,
     ) -> None:
         self.layout = layout
         self.kv_scales = kv_scales
         self.rows = rows
         self.guidance = guidance
+        self.check = ForwardCheck(placement, rows.device)
+        self.coverage = Coverage()
         self._layers = set(layout.layers if guidance.layers is None else guidance.layers)
-        self._sites = set(layout.sites if guidance.sites is None else guidance.sites)
+        chosen = layout.sites if guidance.sites is None else guidance.sites
+        self._sites = {site for site in chosen if layout.site_layers(site)}
         shape = (len(_SITES), layout.shape.num_layers, len(Counter))
         self._counts = torch.zeros(shape, dtype=torch.int64, device=rows.device)
 
@@ -65,6 +72,7 @@ class GuidedMicroBatch:
         lengths: Sequence[int] | Tensor | None = None,
         cu_seqlens: Sequence[int] | Tensor | None = None,
         cu_seqlens_padded: Sequence[int] | Tensor | None = None,
+        pad_sequence: bool = False,
         guidance: Guidance | None = None,
         layout: RecordLayout | None = None,
         device: torch.device | str | None = None,
@@ -80,6 +88,8 @@ class GuidedMicroBatch:
             lengths: padded batches: the tokens of each sequence; None means all s.
             cu_seqlens: packed batches: Megatron's cumulative lengths [b + 1].
             cu_seqlens_padded: packed batches with padding between sequences, as in Megatron.
+            pad_sequence: packed batches: the last sequence of cu_seqlens is padding and has no
+                record, as where a pack is filled up to a multiple of its length.
             guidance: see `Guidance`; by default everything recorded is followed.
             layout: the records' layout, needed only if every record is None.
             device: where the model runs; the device of `tokens` by default.
@@ -90,6 +100,7 @@ class GuidedMicroBatch:
             SequenceCountMismatch: if there is not one record (or None) for each sequence.
             TokenMismatch: if a trajectory holds other tokens.
             WeightVersionMismatch: if rows were computed with other weights.
+            InvalidRecord: if a row holds expert ids or scales that no rollout records.
             MissingRecords: if rows are missing and `guidance.on_missing` is "error".
         """
         guidance = guidance or Guidance()
@@ -99,15 +110,24 @@ class GuidedMicroBatch:
             placement = Placement.padded(tokens, lengths)
         else:
             placement = Placement.packed(tokens, cu_seqlens, cu_seqlens_padded)
+        if pad_sequence:
+            placement = placement.without_last()
         strict = guidance.on_missing == "error"
         versions = VersionPolicy(weight_version, max_version_lag, strict)
         rows = place_rows(records, layout, placement, versions)
-        micro_batch = cls(
-            layout, _common_kv_scales(records), rows.to(device or tokens.device), guidance
-        )
+        check_rows(rows, layout, placement, records)
+        kv_scales = _common_kv_scales(records)
+        check_kv_scales(kv_scales)
+        here = rows.to(device or tokens.device)
+        micro_batch = cls(layout, kv_scales, here, guidance, placement)
         if strict:
             _require_complete(rows, micro_batch._sites)
         return micro_batch
+
+    def finish_forward(self) -> None:
+        """End a forward under `guide`: raise what was found about what the model was given."""
+        self.check.settle()
+        self.coverage.require(self._sites)
 
     @property
     def num_tokens(self) -> int:
@@ -238,7 +258,8 @@ def _require_complete(rows: PlacedRows, sites: set[Site]) -> None:
         if missing:
             raise MissingRecords(
                 f"{missing} of {rows.num_tokens} tokens have no {part} record: wait until the "
-                'requests have finished, or pass Guidance(on_missing="round_to_nearest").'
+                'requests have finished, pass Guidance(on_missing="round_to_nearest"), or '
+                "pad_sequence=True if they are the padding at the end of a pack."
             )
 
 

@@ -102,7 +102,8 @@ def place_rows(
     if len(records) != len(placement.sequences):
         raise SequenceCountMismatch(
             f"{len(records)} records were passed for {len(placement.sequences)} sequences: "
-            "pass one for each sequence, None where nothing was recorded."
+            "pass one for each sequence, None where nothing was recorded, and pad_sequence=True if "
+            "the last sequence of cu_seqlens is padding."
         )
     n = len(placement.tokens)
     placed = PlacedRows(

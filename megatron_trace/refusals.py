@@ -27,10 +27,14 @@ class UnsupportedModel(TraceError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """One unsupported setting: when it applies, and the sentence that says why."""
+    """One unsupported setting: when it applies, and the sentence that says why.
+
+    Those of `experts_only` are in the way of rounded experts alone, not of FP4 keys and values.
+    """
 
     applies: Callable[[TransformerConfig], Any]
     sentence: str
+    experts_only: bool = False
 
 
 def _newer(config: TransformerConfig, option: str) -> Any:
@@ -56,6 +60,7 @@ REFUSALS = (
         lambda c: _newer(c, "use_transformer_engine_op_fuser"),
         "The fused expert path has no place between activation and fc2: set "
         "use_transformer_engine_op_fuser=False.",
+        experts_only=True,
     ),
     Refusal(
         lambda c: c.moe_permute_fusion or c.moe_router_fusion,
@@ -66,6 +71,7 @@ REFUSALS = (
         lambda c: c.moe_shared_expert_overlap,
         "With moe_shared_expert_overlap the shared experts would read the rounded input: set it "
         "to False.",
+        experts_only=True,
     ),
     Refusal(
         lambda c: c.overlap_moe_expert_parallel_comm,
@@ -76,6 +82,7 @@ REFUSALS = (
         lambda c: c.moe_latent_size,
         "moe_latent_size projects the experts' input before dispatch, which the rollout's record "
         "does not describe: leave it unset.",
+        experts_only=True,
     ),
     Refusal(
         lambda c: (
@@ -89,10 +96,12 @@ REFUSALS = (
     Refusal(
         lambda c: c.moe_apply_probs_on_input,
         "moe_apply_probs_on_input scales the recorded fc1 input: set it to False.",
+        experts_only=True,
     ),
     Refusal(
         lambda c: _newer(c, "moe_mlp_glu_interleave_size"),
         "moe_mlp_glu_interleave_size mixes gate and up rows: leave it unset.",
+        experts_only=True,
     ),
     Refusal(
         lambda c: c.moe_router_load_balancing_type in ("sinkhorn", "quantile_balancing"),
@@ -112,6 +121,7 @@ REFUSALS = (
         lambda c: c.gradient_accumulation_fusion,
         "gradient_accumulation_fusion writes to the parameter's main_grad past the rounded "
         "weight: set it to False.",
+        experts_only=True,
     ),
     Refusal(
         lambda c: any(
@@ -120,6 +130,7 @@ REFUSALS = (
         ),
         "Weights sharded for rematerialization have no whole blocks: set gtp_weight_remat_size and "
         "expert_gtp_weight_remat_size to 1.",
+        experts_only=True,
     ),
     Refusal(
         lambda c: c.mtp_num_layers,
@@ -132,14 +143,14 @@ REFUSALS = (
 )
 
 
-def refuse_config(config: TransformerConfig) -> None:
-    """Refuse a configuration that is not supported.
+def refuse_config(config: TransformerConfig, *, experts: bool = True) -> None:
+    """Refuse a configuration that is not supported; `experts` says whether they are rounded.
 
     Raises:
         UnsupportedModel: with the reason and the setting that avoids it.
     """
     for refusal in REFUSALS:
-        if refusal.applies(config):
+        if (experts or not refusal.experts_only) and refusal.applies(config):
             raise UnsupportedModel(refusal.sentence)
 
 

@@ -7,7 +7,7 @@ of one sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -26,10 +26,14 @@ class Placement:
 
     tokens     int64 [N] on the CPU
     sequences  for each sequence, int64 [P]: the model-order place of its positions 0, 1, ...
+    batch      b of a padded batch, 1 of a packed one
+    is_packed  whether the model has to be told where the sequences begin (packed_seq_params)
     """
 
     tokens: Tensor
     sequences: tuple[Tensor, ...]
+    batch: int
+    is_packed: bool
 
     @classmethod
     def padded(cls, tokens_bs: Tensor, lengths: Sequence[int] | Tensor | None) -> Placement:
@@ -48,7 +52,7 @@ class Placement:
         if len(sizes) != b or not all(0 <= size <= s for size in sizes):
             raise PlacementError(f"Lengths {sizes} do not fit {b} sequences of {s} tokens.")
         sequences = tuple(torch.arange(size) * b + i for i, size in enumerate(sizes))
-        return cls(tokens_bs.T.reshape(-1).to("cpu", torch.int64), sequences)
+        return cls(tokens_bs.T.reshape(-1).to("cpu", torch.int64), sequences, b, False)
 
     @classmethod
     def packed(
@@ -80,7 +84,11 @@ class Placement:
             torch.arange(start, start + length)
             for start, length in zip(starts[:-1], lengths, strict=True)
         )
-        return cls(tokens.reshape(-1).to("cpu", torch.int64), sequences)
+        return cls(tokens.reshape(-1).to("cpu", torch.int64), sequences, 1, True)
+
+    def without_last(self) -> Placement:
+        """Return the same tokens, those of the last sequence being padding."""
+        return replace(self, sequences=self.sequences[:-1])
 
 
 def _differences(cu_seqlens: Sequence[int] | Tensor) -> list[int]:

@@ -46,7 +46,21 @@ _ROUTES = (
 _MODULES = (
     Attributes(
         f"{_TRANSFORMER}.transformer_layer:TransformerLayer",
-        ("config", "layer_number", "mlp", "self_attention"),
+        ("config", "layer_number", "mlp", "self_attention", "tp_group"),
+    ),
+    # What is compared with the micro-batch, by the names under which it is passed.
+    Call(
+        f"{_GPT}.gpt_model:GPTModel.forward"
+        "(self, input_ids=i, position_ids=p, attention_mask=m, decoder_input=d)"
+    ),
+    Attributes(f"{_GPT}.gpt_model:GPTModel", ("pre_process",)),
+    Call(
+        "megatron.core.models.common.embeddings.language_model_embedding:"
+        "LanguageModelEmbedding.forward(self, input_ids=i, position_ids=p)"
+    ),
+    Attributes(
+        "megatron.core.packed_seq_params:PackedSeqParams",
+        ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     ),
     Attributes(f"{_TRANSFORMER}.attention:Attention", ("config", "pg_collection", "forward")),
     Attributes(

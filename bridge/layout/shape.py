@@ -22,10 +22,10 @@ class LayoutError(TraceError):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a mixture-of-experts model that a record depends on.
+    """The sizes of a model that a record depends on.
 
     `moe_layers` and `attention_layers` are layer indices: hybrid models have full attention, and so
-    a KV cache, in some layers only.
+    a KV cache, in some layers only. A dense model has no MoE layer, and 0 for the sizes of experts.
     """
 
     num_layers: int
@@ -40,19 +40,26 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         check_range("num_layers", self.num_layers, 1, MAX_LAYERS)
-        check_range("num_experts", self.num_experts, 1, 1 << 16)
-        check_range("top_k", self.top_k, 1, min(self.num_experts, MAX_TOP_K))
         check_range("num_kv_heads", self.num_kv_heads, 1, MAX_WIDTH // NVFP4_BLOCK)
-        for name in ("hidden_size", "moe_intermediate_size", "head_dim"):
-            check_range(name, getattr(self, name), NVFP4_BLOCK, MAX_WIDTH)
-            if getattr(self, name) % NVFP4_BLOCK:
-                raise LayoutError(
-                    f"{name} is {getattr(self, name)}: NVFP4 needs a multiple of {NVFP4_BLOCK}."
-                )
-        if not self.moe_layers:
-            raise LayoutError("The model has no MoE layer, so it has no routes: use an MoE model.")
+        for name in ("hidden_size", "head_dim"):
+            self._check_width(name)
+        if self.moe_layers:
+            self._check_width("moe_intermediate_size")
+            check_range("num_experts", self.num_experts, 1, 1 << 16)
+            check_range("top_k", self.top_k, 1, min(self.num_experts, MAX_TOP_K))
+        elif self.num_experts or self.top_k or self.moe_intermediate_size:
+            raise LayoutError(
+                "The model has experts and no MoE layer: name its MoE layers, or give 0 for "
+                "num_experts, top_k and moe_intermediate_size of a dense model."
+            )
         check_layers("moe_layers", self.moe_layers, self.num_layers)
         check_layers("attention_layers", self.attention_layers, self.num_layers)
+
+    def _check_width(self, name: str) -> None:
+        width = getattr(self, name)
+        check_range(name, width, NVFP4_BLOCK, MAX_WIDTH)
+        if width % NVFP4_BLOCK:
+            raise LayoutError(f"{name} is {width}: NVFP4 needs a multiple of {NVFP4_BLOCK}.")
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> Self:

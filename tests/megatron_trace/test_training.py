@@ -88,13 +88,15 @@ def test_an_unguided_forward_stays_unguided_when_it_is_recomputed_under_guidance
     lib: Any, build_fp4: Callable[..., Any], batches: Any
 ) -> None:
     from megatron_trace import guide
+    from megatron_trace.coverage import NothingGuided
 
     model = build_fp4(**FULL_RECOMPUTE)
     sequences, records = batches[0]
     lib.loss_of(lib.packed_logits(model, sequences, None), sequences).backward()
     expected = lib.gradients(model)
     loss = lib.loss_of(lib.packed_logits(model, sequences, None), sequences)
-    with guide(lib.packed(records, sequences)):
+    # A block without a forward is an error at its end; the backward has run by then.
+    with pytest.raises(NothingGuided), guide(lib.packed(records, sequences)):
         loss.backward()
     assert_same(lib.gradients(model), expected)
 
