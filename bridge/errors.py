@@ -37,6 +37,10 @@ class TooManyQuestions(TraceError):
     """A client asks on and on without reading the answers."""
 
 
+class StoreFailing(StoreFull):
+    """The store cannot be written to; what it holds is read, and a later try may succeed."""
+
+
 class BridgeUnreachable(TraceError):
     """No bridge daemon answers at the endpoint."""
 

@@ -191,7 +191,7 @@ class _Runs:
     bounds            the runs of piece i are those from bounds[i] to bounds[i + 1]
     """
 
-    blocks: NDArray[np.int32]
+    blocks: NDArray[np.int64]
     offsets: NDArray[np.uint32]
     starts: NDArray[np.intp]
     counts: NDArray[np.int64]

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bridge.daemon.flow import Flow
-from bridge.errors import StoreFull
+from bridge.daemon.health import StoreHealth, StoreState
+from bridge.errors import StoreFailing, StoreFull
 from bridge.index import Catalog, Told
 from bridge.observe.logs import Event, event
 from bridge.observe.status import Waiting
@@ -25,6 +26,7 @@ Ingested = Hello | Rows | Trajectory | WeightDigests | Dropped | Step
 # What a message may add to the index before the memory limit is looked at again.
 _MUCH_INDEX = 512 << 10
 _STEPS_REMEMBERED = 1024
+_REFUSALS = {StoreFull: Event.STORE_FULL, StoreFailing: Event.STORE_FAILING}
 Answer = Callable[[bytes, Message, int], None]
 
 
@@ -59,7 +61,7 @@ class Ingest:
         self.accepted = 0
         self.duplicates = 0
         self.commits = 0
-        self.full = False
+        self.health = StoreHealth()
         self._told_full = False
 
     def take(self, peer: bytes, message: Ingested, seq: int) -> None:
@@ -111,12 +113,13 @@ class Ingest:
         batch = self._storing = self._pending
         self._pending, self._pending_keys = [], set()
         if batch:
-            self.full = False
+            before, self.health = self.health, StoreHealth()
             try:
                 self._hold(batch)
             except StoreFull:
                 for pending in batch:
                     self._hold_or_refuse(pending)
+            self.health = self.health.lasting(before)
             self._tell_of_room(batch)
         for peer, seqs in self._held.items():
             self._answer(peer, Ack(tuple(seqs)), seqs[0])
@@ -124,26 +127,17 @@ class Ingest:
         self._storing = []
 
     def _require_room(self, growth: int) -> None:
-        """Reserve memory for the index; raise StoreFull if it would grow beyond the limit.
-
-        New engines get half of what a full disk keeps back, so that a step always fits.
-        """
-        fill, held = self._store.fill(), self._catalog.nbytes()
-        limit = fill.memory_limit
-        if fill.disk_limit and fill.disk_bytes > fill.disk_limit - fill.disk_limit // 16:
-            self.full = True
-            raise StoreFull(
-                "the bridge's disk is full up to what is kept back for steps; collect old steps "
-                "(python -m bridge gc) or raise --disk-limit"
-            )
+        """Reserve memory for the index; raise StoreFull if it would grow beyond the limit."""
+        limit, held = self._store.fill().memory_limit, self._catalog.nbytes()
         if limit and held + growth > limit:
-            self.full = True
-            raise StoreFull(
+            error = StoreFull(
                 f"the index of the bridge's records takes {held} bytes and this message would add "
                 f"{growth}, more than its memory limit of {limit}; number rows and positions "
                 "without large gaps, collect old steps (python -m bridge gc) or raise "
                 "--memory-limit"
             )
+            self.health = StoreHealth.of(error).lasting(self.health)
+            raise error
         self._store.reserve(held + growth)
 
     def _hold_or_refuse(self, pending: Pending) -> None:
@@ -152,15 +146,17 @@ class Ingest:
             self._hold([pending])
         except StoreFull as error:
             if not self._told_full:
-                log.warning("%s", error, extra=event(Event.STORE_FULL))
-            self.full = self._told_full = True
+                log.warning("%s", error, extra=event(_REFUSALS[type(error)]))
+            self._told_full = True
+            self.health = StoreHealth.of(error)
             self._flow.refuse(error)
             self._store.reserve(self._catalog.nbytes())
             self._answer(pending.peer, refusal(error), pending.seq)
 
     def _tell_of_room(self, batch: list[Pending]) -> None:
         """Tell the end of a full store; that it took vital entries says nothing of its room."""
-        if self._told_full and not self.full and not all(item.entry.vital for item in batch):
+        is_well = self.health.state is StoreState.OK
+        if self._told_full and is_well and not all(item.entry.vital for item in batch):
             log.info("the store takes records again", extra=event(Event.STORE_HAS_ROOM))
             self._told_full = False
 
@@ -208,4 +204,5 @@ def _entry(message: Ingested, told: Told, seq: int) -> Entry:
     if isinstance(message, Rows):
         payload = wire_bytes(message.payload, "u1")
         return Entry(pack(told, seq), payload, message.block.row_bytes)
-    return Entry(pack(told, seq), vital=isinstance(message, Hello | Step | Dropped))
+    vital, makes_room = isinstance(message, Hello | Step | Dropped), isinstance(message, Step)
+    return Entry(pack(told, seq), vital=vital, makes_room=makes_room)

@@ -11,7 +11,7 @@ from bridge.daemon.ingest import Ingest
 from bridge.daemon.queries import Census
 from bridge.index import Catalog, Engine
 from bridge.layout import Part
-from bridge.observe.status import EngineStatus, Sample, Status
+from bridge.observe.status import EngineStatus, Sample, Status, StoreStatus
 
 _PERIOD_S = 1.0
 _SAMPLES = 120
@@ -46,6 +46,7 @@ class Monitor:
     def take(self) -> Status:
         """Return the document of this moment."""
         flow, held, now = self._flow, self._census.stats(), time.monotonic()
+        health = self._ingest.health
         engines = tuple(self._engine(engine, now) for engine in self._catalog.engine_list)
         sample = Sample(
             at=now - self._started_at,
@@ -74,6 +75,7 @@ class Monitor:
             collected=dict(self._catalog.collected),
             engines=engines,
             history=(*self._history[1 - _SAMPLES :], sample),
+            store=StoreStatus(health.state, health.reason, now - health.since),
         )
 
     def _renew(self) -> None:

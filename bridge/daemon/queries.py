@@ -5,6 +5,7 @@ from __future__ import annotations
 from bridge.daemon.flow import Flow
 from bridge.daemon.gather import Gather
 from bridge.daemon.guard import Guard
+from bridge.daemon.health import StoreState
 from bridge.daemon.ingest import Ingest
 from bridge.daemon.retention import Retention
 from bridge.index import Catalog
@@ -61,7 +62,7 @@ class Census:
             disk_bytes=fill.disk_bytes,
             disk_limit=fill.disk_limit,
             pool_bytes=fill.pool_bytes,
-            full=int(self._ingest.full),
+            full=int(self._ingest.health.state is StoreState.FULL),
             step=self._catalog.step,
             engines=len(self._catalog.engines),
             trajectories=len(self._catalog.trajectories),
@@ -77,4 +78,5 @@ class Census:
             refused_peers=0 if self._guard is None else self._guard.refused,
             corrupt_rows=self._gather.corrupt_rows,
             damaged_entries=self._damaged_entries,
+            failing=int(self._ingest.health.state is StoreState.FAILING),
         )

@@ -132,7 +132,7 @@ class Retention:
             self._store.drop(numbers)
         except StoreFull as error:
             log.warning(
-                "collected entries stay on disk until the next restart: %s",
+                "collected entries stay on disk until the next deletion: %s",
                 error,
                 extra=event(Event.DELETION_DEFERRED, entries=len(numbers)),
             )

@@ -12,59 +12,73 @@ BLOCK = np.dtype(
     [("engine", "<i4"), ("part", "i1"), ("version", "<i4"), ("step", "<i4"), ("row_bytes", "<i4")]
 )
 
-_NONE = np.array((-1, -1, -1, -1, 0), dtype=BLOCK)
 _LEAST_ROOM = 1024
+_DROPPED = -1
 
 
 class BlockTable:
-    """A window of entry numbers, 17 bytes each; numbers that are no blocks have engine -1."""
+    """The blocks held, by ascending number: 25 bytes each, at most half of them dropped ones.
+
+    A number costs nothing by being far from the others, however long the bridge has served.
+    """
 
     def __init__(self) -> None:
-        self._first = 0
+        self._numbers: NDArray[np.int64] = np.empty(_LEAST_ROOM, dtype=np.int64)
+        self._blocks: NDArray[np.void] = np.empty(_LEAST_ROOM, dtype=BLOCK)
         self._end = 0
-        self._window = np.full(_LEAST_ROOM, _NONE)
+        self._dropped = 0
 
     def put(
         self, number: int, engine: int, part: int, version: int, step: int, row_bytes: int
     ) -> None:
         """Note a block; numbers ascend."""
-        if number - self._first >= len(self._window):
-            self._make_room(number)
-        self._window[number - self._first] = (engine, part, version, step, row_bytes)
-        self._end = number + 1
+        if self._end == len(self._numbers):
+            self._resize()
+        self._numbers[self._end] = number
+        self._blocks[self._end] = (engine, part, version, step, row_bytes)
+        self._end += 1
 
-    def versions(self, blocks_N: NDArray[np.int32]) -> NDArray[np.int32]:
+    def versions(self, blocks_N: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the weight version of each block; -1 stays -1."""
-        found = self._window["version"][np.maximum(blocks_N - self._first, 0)]
-        return np.where(blocks_N < 0, np.int32(-1), found)
+        return self._column("version", blocks_N, -1)
 
-    def row_bytes(self, blocks_N: NDArray[np.int32]) -> NDArray[np.int32]:
+    def row_bytes(self, blocks_N: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the bytes of a row of each block; 0 for -1."""
-        found: NDArray[np.int32] = self._window["row_bytes"][np.maximum(blocks_N - self._first, 0)]
-        return np.where(blocks_N < 0, np.int32(0), found)
+        return self._column("row_bytes", blocks_N, 0)
 
     def held(self) -> tuple[NDArray[np.int64], NDArray[np.void]]:
         """Return (numbers [B], BLOCK [B]) of all blocks, ascending."""
-        window = self._window[: max(0, self._end - self._first)]
-        at = np.flatnonzero(window["engine"] >= 0)
-        return at + self._first, window[at]
+        numbers, blocks = self._numbers[: self._end], self._blocks[: self._end]
+        if not self._dropped:
+            return numbers, blocks
+        kept = blocks["engine"] != _DROPPED
+        return numbers[kept], blocks[kept]
 
     def drop(self, numbers: NDArray[np.int64]) -> None:
-        """Forget blocks."""
-        self._window[numbers - self._first] = _NONE
+        """Forget blocks that are held."""
+        self._blocks["engine"][self._places(numbers)] = _DROPPED
+        self._dropped += len(numbers)
+        if self._dropped > self._end // 2:
+            self._resize()
 
     def nbytes(self) -> int:
         """Return the memory that the table takes."""
-        return self._window.nbytes
+        return self._numbers.nbytes + self._blocks.nbytes
 
-    def _make_room(self, number: int) -> None:
-        """Move the window behind what was dropped from its front; double it if that is too little.
+    def _column(self, name: str, blocks_N: NDArray[np.int64], none: int) -> NDArray[np.int32]:
+        if self._end == 0:
+            return np.full(blocks_N.shape, none, dtype=np.int32)
+        found: NDArray[np.int32] = self._blocks[name][self._places(blocks_N)]
+        return np.where(blocks_N < 0, np.int32(none), found)
 
-        At most half of a new window is in use, so that a put costs the same however many there are.
-        """
+    def _places(self, numbers: NDArray[np.int64]) -> NDArray[np.intp]:
+        places: NDArray[np.intp] = self._numbers[: self._end].searchsorted(numbers)
+        return places
+
+    def _resize(self) -> None:
+        """Leave out what was dropped, and make as much room again as is in use."""
         numbers, blocks = self.held()
-        first = int(numbers[0]) if len(numbers) else number
-        room = max(_LEAST_ROOM, 2 * (number + 1 - first))
-        window = np.full(room, _NONE)
-        window[numbers - first] = blocks
-        self._first, self._window = first, window
+        room = max(_LEAST_ROOM, 2 * len(numbers))
+        self._numbers, self._blocks = np.empty(room, dtype=np.int64), np.empty(room, dtype=BLOCK)
+        self._numbers[: len(numbers)], self._blocks[: len(numbers)] = numbers, blocks
+        self._end, self._dropped = len(numbers), 0

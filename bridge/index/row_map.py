@@ -6,6 +6,8 @@ is complete once all of them are known.
 Rows stand in pages of 1024, pages in slabs of 1024. Pages are made as rows arrive, so an engine may
 number rows with gaps and a stranger's huge row number costs one page, not an allocation of its
 size; a dropped page is used again.
+
+A place is one number: that of the store's entry and, in the last 20 bits, the row's place in it.
 """
 
 from __future__ import annotations
@@ -18,15 +20,17 @@ from numpy.typing import NDArray
 
 from bridge.index.grouping import groups, stretches
 
-PLACE = np.dtype([("block", "<i4"), ("offset", "<u4")])
+PLACE = np.dtype([("block", "<i8"), ("offset", "<u4")], align=True)
 
+_OFFSET_BITS = 20  # a message has at most 2^20 rows (bridge.wire.ingest.MAX_ROWS)
 _PAGE_BITS = 10
 _PAGE_ROWS = 1 << _PAGE_BITS
 _SLAB_BITS = 10
 _SLAB_PAGES = 1 << _SLAB_BITS
 _FEW_PAGES = 32
 _NO_PAGE = -1
-_ABSENT = np.array((-1, 0), dtype=PLACE)
+_PLACE_BYTES = 8
+_ABSENT = -1
 
 
 def absent_places(count: int) -> NDArray[np.void]:
@@ -44,8 +48,8 @@ class RowMap:
 
     def __init__(self, senders: int = 1) -> None:
         self._senders = senders
-        self._page_bytes = _PAGE_ROWS * PLACE.itemsize * senders
-        self._slabs: list[NDArray[np.void]] = []
+        self._page_bytes = _PAGE_ROWS * _PLACE_BYTES * senders
+        self._slabs: list[NDArray[np.int64]] = []
         self._page_at: dict[int, int] = {}
         self._made = 0
         self._free: list[int] = []
@@ -54,9 +58,7 @@ class RowMap:
 
     def put(self, rows_N: NDArray[np.int64], block: int, sender: int = 0) -> None:
         """Place a sender's rows at offsets 0..N-1 of ``block``; one placed before moves there."""
-        places_N = np.empty(len(rows_N), dtype=PLACE)
-        places_N["block"] = block
-        places_N["offset"] = np.arange(len(rows_N))
+        places_N = np.arange(len(rows_N)) + (block << _OFFSET_BITS)
         for number, at in _pages(rows_N):
             page = self._page(number)
             self._count(page, -1)
@@ -71,7 +73,7 @@ class RowMap:
         places_NS = self.find_each(rows_N)
         places_N = places_NS[:, 0]
         if self._senders > 1:
-            places_N[(places_NS["block"] < 0).any(axis=1)] = _ABSENT
+            places_N[(places_NS["block"] < 0).any(axis=1)] = (-1, 0)
         return places_N
 
     def find_each(self, rows_N: NDArray[np.int64]) -> NDArray[np.void]:
@@ -83,21 +85,21 @@ class RowMap:
         pages = [self._page_at.get(number, _NO_PAGE) for number in numbers_N[firsts].tolist()]
         pages_N = np.array(pages, dtype=np.int64).repeat(lengths)
         slots_N = rows_N & (_PAGE_ROWS - 1)
-        places_NS = absent_places(len(rows_N) * self._senders).reshape(-1, self._senders)
+        packed_NS = np.full((len(rows_N), self._senders), _ABSENT, dtype=np.int64)
         for slab, at in groups(pages_N >> _SLAB_BITS):
             if slab >= 0:
-                places_NS[at] = self._slabs[slab][pages_N[at] & (_SLAB_PAGES - 1), slots_N[at]]
-        return places_NS
+                packed_NS[at] = self._slabs[slab][pages_N[at] & (_SLAB_PAGES - 1), slots_N[at]]
+        return _unpacked(packed_NS)
 
     def drop(self, blocks: NDArray[np.int64]) -> None:
         """Forget all rows of these blocks and the pages that held nothing else."""
         for number, at in list(self._page_at.items()):
             page = self._at(at)
-            gone = np.isin(page["block"], blocks)
+            gone = np.isin(page >> _OFFSET_BITS, blocks)
             self._count(page, -1)
             page[gone] = _ABSENT
             self._count(page, 1)
-            if not (page["block"] >= 0).any():
+            if not (page >= 0).any():
                 del self._page_at[number]
                 self._free.append(at)
 
@@ -115,9 +117,9 @@ class RowMap:
         """Return the memory that the map takes: that of all pages ever made at a time."""
         return self._made * self._page_bytes
 
-    def _count(self, page: NDArray[np.void], sign: int) -> None:
+    def _count(self, page: NDArray[np.int64], sign: int) -> None:
         """Add a page's rows to the counts, or with ``sign`` -1 take them off."""
-        held = page["block"] >= 0
+        held = page >= 0
         if self._senders == 1:
             self.rows += sign * int(np.count_nonzero(held))
             return
@@ -126,7 +128,7 @@ class RowMap:
         self.rows += sign * complete
         self.partial_rows += sign * (int(np.count_nonzero(senders_R)) - complete)
 
-    def _page(self, number: int) -> NDArray[np.void]:
+    def _page(self, number: int) -> NDArray[np.int64]:
         """Return the page with this number, made if it is not there."""
         at = self._page_at.get(number)
         if at is None:
@@ -138,13 +140,20 @@ class RowMap:
         if self._made == len(self._slabs) << _SLAB_BITS:
             # Untouched memory is not there yet: a slab costs what its pages in use do.
             shape = (_SLAB_PAGES, _PAGE_ROWS, self._senders)
-            self._slabs.append(np.empty(shape, dtype=PLACE))
+            self._slabs.append(np.empty(shape, dtype=np.int64))
         self._made += 1
         return self._made - 1
 
-    def _at(self, at: int) -> NDArray[np.void]:
-        page: NDArray[np.void] = self._slabs[at >> _SLAB_BITS][at & (_SLAB_PAGES - 1)]
+    def _at(self, at: int) -> NDArray[np.int64]:
+        page: NDArray[np.int64] = self._slabs[at >> _SLAB_BITS][at & (_SLAB_PAGES - 1)]
         return page
+
+
+def _unpacked(packed: NDArray[np.int64]) -> NDArray[np.void]:
+    places = np.empty(packed.shape, dtype=PLACE)
+    places["block"] = packed >> _OFFSET_BITS
+    places["offset"] = np.where(packed < 0, 0, packed & ((1 << _OFFSET_BITS) - 1))
+    return places
 
 
 def _pages(rows_N: NDArray[np.int64]) -> Iterator[tuple[int, slice | NDArray[np.intp]]]:

@@ -35,6 +35,7 @@ class Event(StrEnum):
     ROWS_DROPPED = "rows_dropped"
     MESSAGE_REFUSED = "message_refused"
     STORE_FULL = "store_full"
+    STORE_FAILING = "store_failing"
     STORE_HAS_ROOM = "store_has_room"
     RECORDS_COLLECTED = "records_collected"
     DELETION_DEFERRED = "deletion_deferred"

@@ -88,6 +88,7 @@ def _store(status: Status) -> Iterator[Metric]:
     limits = {"memory": held.memory_limit, "disk": held.disk_limit}
     yield _gauges("tier_limit_bytes", "Most that may be used; 0: no such tier", "tier", limits)
     yield _gauge("store_full", "1 while records are refused for lack of room", held.full)
+    yield _gauge("store_failing", "1 while the disk cannot be written to", held.failing)
     yield _counter("commits", "Writes to the store", held.commits)
     yield _counter("corrupt_rows", "Rows that failed their checksum when read", held.corrupt_rows)
     yield _gauge("damaged_entries", "Entries not readable at start-up", held.damaged_entries)

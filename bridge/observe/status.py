@@ -32,6 +32,18 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """What the last write to the store came to: "ok", or "full" or "failing" with a ``reason``.
+
+    ``for_s`` is how long it has been so.
+    """
+
+    state: str
+    reason: str
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """An engine, the rows held of it, what it gave up, and the seconds since its last message.
 
@@ -85,6 +97,7 @@ class Status:
     collected: dict[TrajectoryState, int]
     engines: tuple[EngineStatus, ...]
     history: tuple[Sample, ...]
+    store: StoreStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,13 +75,19 @@ def _daemons(shown: Shown) -> Table:
     return table
 
 
+def _state(found: Status) -> str:
+    if found.held.failing:
+        return _plain(f"FAILING for {duration(found.store.for_s)}: {found.store.reason}")
+    return "FULL: refuses records" if found.held.full else "serves"
+
+
 def _column(found: Status | TraceError) -> dict[str, str]:
     if not isinstance(found, Status):
         return {**dict.fromkeys(_ROWS, _NOTHING), "state": _plain(str(found))}
     held, recent, states = found.held, rates(found), found.trajectories
     ack = found.ack_latency.quantile(0.99)
     values = (
-        "FULL: refuses records" if held.full else "serves",
+        _state(found),
         f"{held.step} / {duration(found.uptime_s)}",
         f"{states[TrajectoryState.OPEN]} / {states[TrajectoryState.FINISHED]}"
         f" / {states[TrajectoryState.ABORTED]}",

@@ -23,13 +23,14 @@ class Entry:
     """``header`` is a packed message without record bytes, ``payload`` rows of ``row_bytes``.
 
     A payload of another kind is one row: ``row_bytes`` 0. A ``vital`` entry is small and may use
-    what a full store keeps back: among them is the news of a step that will make room.
+    what a full store keeps back; one that ``makes_room``, a step, may use more of it.
     """
 
     header: bytes
     payload: Buffer | None = None
     row_bytes: int = 0
     vital: bool = False
+    makes_room: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -1,14 +1,31 @@
-"""A store's directory: one daemon at a time, and a little room kept back for a full disk."""
+"""A store's directory: one daemon at a time, and files that no other user reads, locks or swaps."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 from bridge.errors import TraceError
 
-_MOST_BALLAST = 1 << 20
+LOCK_FILE = "daemon.lock"
+DATA_FILE = "data.mdb"
+READERS_FILE = "lock.mdb"
+BALLAST_FILE = "ballast"
+CHECKPOINT_FILE = "index"
+POOL_FILE = "pool"
+NEW = ".new"  # of a file that is written whole before it takes its name
+_REPLACED = (DATA_FILE, CHECKPOINT_FILE, POOL_FILE)
+_OURS = {
+    *(LOCK_FILE, DATA_FILE, READERS_FILE, BALLAST_FILE, CHECKPOINT_FILE, POOL_FILE),
+    *(name + NEW for name in _REPLACED),
+}
+_READERS_BYTES = 8192  # what LMDB makes of it
+_ONLY_OWNER = 0o700
+_OTHERS = 0o077
+_OTHERS_WRITE = 0o022
 
 
 class StoreBusy(TraceError):
@@ -22,13 +39,17 @@ class CorruptStore(TraceError):
 def locked(directory: Path) -> int:
     """Hold the directory for this process; the kernel lets go when the process ends.
 
+    The directory and its files are made this user's only, also those of an earlier version.
+
     Raises:
         StoreBusy: another daemon holds it.
-        CorruptStore: it cannot be made or written to.
+        CorruptStore: it cannot be made or written to, or others could put files there.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        directory.mkdir(mode=_ONLY_OWNER, parents=True, exist_ok=True)
+        _close_to_others(directory)
+        _replace_if_open_to_others(directory / LOCK_FILE)
+        descriptor = private_file(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise CorruptStore(
             f"cannot use {directory} as a store ({error.strerror}); choose another --dir"
@@ -43,21 +64,108 @@ def locked(directory: Path) -> int:
     return descriptor
 
 
+def prepare_files(directory: Path) -> None:
+    """Make LMDB's files this user's only before LMDB opens them, which follows links.
+
+    The table of readers gets its blocks now: LMDB writes to it through memory, where a full disk
+    would end the process.
+
+    Raises:
+        OSError: there is no room, or a file is a link or somebody else's.
+    """
+    data = directory / DATA_FILE
+    if data.is_symlink() or data.exists():
+        os.close(private_file(data, os.O_RDWR))
+    descriptor = private_file(directory / READERS_FILE, os.O_RDWR | os.O_CREAT)
+    try:
+        os.posix_fallocate(descriptor, 0, _READERS_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def private_file(path: Path, flags: int) -> int:
+    """Open a regular file of this user that nobody else can open; raise OSError."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(0, f"{path.name} is not a file")
+        if found.st_uid != os.geteuid() and os.geteuid() != 0:
+            raise OSError(0, f"{path.name} belongs to another user")
+        if found.st_mode & _OTHERS:
+            os.fchmod(descriptor, 0o600)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a private file whole or not at all, also through a power cut; raise OSError."""
+    new = path.with_name(path.name + NEW)
+    new.unlink(missing_ok=True)
+    with os.fdopen(private_file(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    new.replace(path)
+    sync_names(path.parent)
+
+
+def sync_names(directory: Path) -> None:
+    """Make renames and deletions in a directory survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _close_to_others(directory: Path) -> None:
+    """Close a directory that holds nothing else; refuse one in which others can make files."""
+    is_ours = {entry.name for entry in os.scandir(directory)} <= _OURS
+    if is_ours and directory.stat().st_mode & _OTHERS:
+        with contextlib.suppress(PermissionError):  # it is somebody else's: looked at below
+            directory.chmod(_ONLY_OWNER)
+    if directory.stat().st_mode & _OTHERS_WRITE:
+        raise CorruptStore(
+            f"other users can make files in {directory}; choose a directory of its own for the "
+            f"bridge, such as {directory / 'bridge'}"
+        )
+
+
+def _replace_if_open_to_others(lock: Path) -> None:
+    """Drop a lock file of an earlier version: any user may have it open and hold its lock.
+
+    A daemon of that version wrote another schema, so that the store is refused all the same.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISREG(lock.lstat().st_mode) and lock.lstat().st_mode & _OTHERS:
+            lock.unlink()
+
+
 class Ballast:
     """A file thrown overboard when the disk is full, so that records can be deleted even then."""
 
-    def __init__(self, directory: Path, most: int) -> None:
-        self._file = directory / "ballast"
-        self.nbytes = min(most, _MOST_BALLAST)
+    def __init__(self, directory: Path, nbytes: int) -> None:
+        self._file = directory / BALLAST_FILE
+        self._nbytes = nbytes
 
     def load(self) -> None:
         """Take the room if it is there."""
         try:
-            with self._file.open("a+b") as file:
-                os.posix_fallocate(file.fileno(), 0, self.nbytes)
+            descriptor = private_file(self._file, os.O_RDWR | os.O_CREAT)
+            try:
+                os.posix_fallocate(descriptor, 0, self._nbytes)
+            finally:
+                os.close(descriptor)
         except OSError:
             self.unload()
 
-    def unload(self) -> None:
-        """Give the room back to the file system."""
-        self._file.unlink(missing_ok=True)
+    def unload(self) -> bool:
+        """Give the room back to the file system; return whether there was any."""
+        try:
+            self._file.unlink()
+        except OSError:
+            return False  # not there, or the file system takes no changes at all
+        return True

@@ -7,9 +7,10 @@ them and not the records. Space of dropped entries is used again; the file itsel
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,31 @@ from typing import Any
 import lmdb
 import numpy as np
 
-from bridge.errors import SchemaMismatch, StoreFull
+from bridge.errors import SchemaMismatch, StoreFailing, StoreFull
 from bridge.store.base import WHOLE, Entry, Fill, Held, Reader, Wanted
 from bridge.store.directory import Ballast, CorruptStore, locked
+from bridge.store.environment import (
+    ABOUT,
+    ENTRY_TABLES,
+    JOURNAL,
+    PAYLOAD,
+    SCHEMA_KEY,
+    SUMS,
+    CutOff,
+    Environment,
+    make_environment,
+)
+from bridge.store.room import Room
 from bridge.store.row_sums import row_sums
 from bridge.wire.envelope import SCHEMA_VERSION
 
-_SCHEMA_KEY = b"schema"
-_TABLES = (b"journal", b"payload", b"sums")
-_PAGE = 4096
-_SMALLEST_LIMIT = 1 << 20
+log = logging.getLogger(__name__)
+
 _DISK_MARGIN = 1 << 20
 _DROPS_A_COMMIT = 256
+_FEWER = 16
 _REPLAYED_BYTES = 4 << 20
+_PAGE = 4096
 _number = struct.Struct(">Q")
 
 
@@ -50,55 +63,46 @@ class DiskStore:
         self, directory: Path, limit_bytes: int, *, readonly: bool = False, sync: bool = True
     ) -> None:
         self.directory = directory
-        self._limit = max(limit_bytes, _SMALLEST_LIMIT)
+        self.room = Room.of(limit_bytes)
         self._lock = None if readonly else locked(directory)
         self._folder: int | None = None
-        self._ballast = Ballast(directory, self._limit // 16)
-        self._env = _open(directory, self._limit - self._ballast.nbytes, readonly, sync)
+        self._ballast = Ballast(directory, self.room.ballast)
+        self._undropped: list[int] = []
+        self._rewinds = False
+        try:
+            self._env = _opened(directory, self.room.row_file, readonly, sync)
+        except BaseException:
+            self._release()
+            raise
         try:
             self._folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self._prepare(readonly)
+            with _readable(directory), self._env.snapshot() as txn:
+                self._check_schema(txn)
+                self._live = self._env.live_bytes(txn)
+                self._next = self._end(txn)
         except BaseException:
             self.close()
             raise
-
-    def _prepare(self, readonly: bool) -> None:
-        with _readable(self.directory):
-            self._check_length()
-            self._check_schema(readonly)
-            self._tables = {name: self._env.open_db(name, create=not readonly) for name in _TABLES}
-            self._next, self._live = 0, 0
-            with self._env.begin(buffers=True) as txn:
-                for table in self._tables.values():
-                    for key, value in txn.cursor(table):
-                        self._live += _space(len(value))
-                        self._next = max(self._next, _number.unpack(key)[0] + 1)
         if not readonly:
             self._ballast.load()
 
-    def _check_length(self) -> None:
-        """Refuse a truncated file: to read its map beyond the end would kill the process."""
-        length = (self.directory / "data.mdb").stat().st_size
-        used = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        if length < used:
-            raise CorruptStore(
-                f"the store in {self.directory} is cut off at {length} of {used} bytes; "
-                "restore it from a copy, or move it away and serve an empty --dir"
-            )
-
-    def _check_schema(self, readonly: bool) -> None:
-        self._about = self._env.open_db(b"about", create=not readonly)
-        with self._env.begin(self._about, write=not readonly) as txn:
-            found = txn.get(_SCHEMA_KEY)
-            if found is None and not readonly:
-                found = str(SCHEMA_VERSION).encode()
-                txn.put(_SCHEMA_KEY, found)
-        if found != str(SCHEMA_VERSION).encode():
-            version = "no" if found is None else found.decode("ascii", "replace")
+    def _check_schema(self, txn: Any) -> None:
+        found = txn.get(SCHEMA_KEY, db=self._env.table(ABOUT))
+        if found is None or bytes(found) != str(SCHEMA_VERSION).encode():
+            version = "no" if found is None else bytes(found).decode("ascii", "replace")
             raise SchemaMismatch(
                 f"the store in {self.directory} has schema {version} and this process writes "
                 f"{SCHEMA_VERSION}; choose another --dir or use the version that wrote it"
             )
+
+    def _end(self, txn: Any) -> int:
+        """Return the number after the last one in any table."""
+        end = 0
+        for name in ENTRY_TABLES:
+            with txn.cursor(self._env.table(name)) as cursor:
+                if cursor.last():
+                    end = max(end, _number.unpack(cursor.key())[0] + 1)
+        return end
 
     # --- writing
 
@@ -112,55 +116,92 @@ class DiskStore:
         """Write entries under numbers of the caller's, ascending; all of them or StoreFull."""
         needed = sum(_entry_space(entry) for _, entry in numbered)
         vital = all(entry.vital for _, entry in numbered)
-        # What is kept back is for vital entries and drop(): LMDB writes new pages before it can
-        # give up old ones.
-        if self._live + needed > self._limit - (0 if vital else self._limit // 8):
+        makes_room = vital and all(entry.makes_room for _, entry in numbered)
+        most = self.room.steps if makes_room else self.room.vital if vital else self.room.rows
+        if self._live + needed > most:
             raise StoreFull(self._over_limit())
-        try:
-            self._commit(numbered)
-        except StoreFull:
-            if not vital:
-                raise
-            self._ballast.unload()
-            self._commit(numbered)
-        self._live += needed
-        self._next = max(self._next, numbered[-1][0] + 1)
 
-    def _commit(self, numbered: Sequence[tuple[int, Entry]]) -> None:
-        try:
-            with self._env.begin(write=True) as txn:
-                for number, entry in numbered:
-                    self._put(txn, number, entry)
-        except lmdb.MapFullError as error:
-            raise StoreFull(self._over_limit()) from error
-        except lmdb.Error as error:
-            needed = sum(_entry_space(entry) for _, entry in numbered)
-            raise StoreFull(self._why_not_written(error, needed)) from error
+        def put(txn: Any) -> None:
+            for number, entry in numbered:
+                self._put(txn, number, entry)
+
+        self._commit(put, needed, may_grow=vital)
+        self._next = max(self._next, numbered[-1][0] + 1)
 
     def _put(self, txn: Any, number: int, entry: Entry) -> None:
         key = _number.pack(number)
-        txn.put(key, entry.header, append=True, db=self._tables[b"journal"])
+        txn.put(key, entry.header, append=True, db=self._env.table(JOURNAL))
         if entry.payload is not None:
             sums = row_sums(number, entry.payload, entry.row_bytes)
-            txn.put(key, entry.payload, append=True, db=self._tables[b"payload"])
-            txn.put(key, sums.data, append=True, db=self._tables[b"sums"])
+            txn.put(key, entry.payload, append=True, db=self._env.table(PAYLOAD))
+            txn.put(key, sums.data, append=True, db=self._env.table(SUMS))
+
+    def _commit(self, work: Callable[[Any], None], needed: int, *, may_grow: bool) -> None:
+        """Do ``work`` in one transaction; look for room that can be had before giving up.
+
+        Raises:
+            StoreFull, StoreFailing: nothing of it is held.
+        """
+        try:
+            self._try(work)
+        except lmdb.Error:
+            self._env.forget_dead_readers()
+            with self._reasons(needed):
+                if may_grow:
+                    self._ballast.unload()
+                    self._env.grow(self.room.file)
+                self._try(work)
+
+    def _try(self, work: Callable[[Any], None]) -> None:
+        try:
+            with self._env.writing() as txn:
+                if self._rewinds:
+                    self._rewind(txn)
+                work(txn)
+                live = self._env.live_bytes(txn)
+        except lmdb.MapFullError:
+            raise
+        except lmdb.Error:
+            self._rewinds = True
+            raise
+        self._rewinds, self._live = False, live
+
+    def _rewind(self, txn: Any) -> None:
+        """Delete what a failed commit may have left: it was refused, and its numbers come again."""
+        for name in ENTRY_TABLES:
+            with txn.cursor(self._env.table(name)) as cursor:
+                found = cursor.set_range(_number.pack(self._next))
+                while found:
+                    found = cursor.delete()
+
+    @contextmanager
+    def _reasons(self, needed: int) -> Iterator[None]:
+        """Raise StoreFull or StoreFailing instead of what LMDB and the system raise."""
+        try:
+            yield
+        except lmdb.MapFullError as error:
+            raise StoreFull(self._over_limit()) from error
+        except (lmdb.Error, OSError, CutOff) as error:
+            if isinstance(error, lmdb.DiskError) or self._disk_is_full(needed):
+                raise StoreFull(
+                    f"the disk of {self.directory} is full; free space or serve from another --dir"
+                ) from error
+            raise StoreFailing(
+                f"writing to the store in {self.directory} failed ({error}); "
+                "check the disk or serve from another --dir"
+            ) from error
+
+    def _disk_is_full(self, needed: int) -> bool:
+        """Look at the disk: LMDB tells a write of which it took a part as an I/O error."""
+        assert self._folder is not None
+        disk = os.fstatvfs(self._folder)
+        return disk.f_bavail * disk.f_frsize < needed + _DISK_MARGIN
 
     def _over_limit(self) -> str:
         return (
-            f"the store in {self.directory} has reached its limit of {self._limit} bytes; "
+            f"the store in {self.directory} has reached its limit of {self.room.limit} bytes; "
             "collect old steps (python -m bridge gc), raise --disk-limit or serve from another "
             "--dir"
-        )
-
-    def _why_not_written(self, error: lmdb.Error, needed: int) -> str:
-        # LMDB tells a write that the disk took half of as an I/O error, so look at the disk.
-        assert self._folder is not None
-        disk = os.fstatvfs(self._folder)
-        if disk.f_bavail * disk.f_frsize < needed + _DISK_MARGIN:
-            return f"the disk of {self.directory} is full; free space or serve from another --dir"
-        return (
-            f"writing to the store in {self.directory} failed ({error}); "
-            "check the disk or serve from another --dir"
         )
 
     def in_memory(self, numbers: Iterable[int]) -> list[memoryview] | None:
@@ -168,57 +209,67 @@ class DiskStore:
         return None
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """Delete entries, a few hundred a transaction, also when limit or disk is reached."""
-        ascending = sorted(numbers)
-        for begin in range(0, len(ascending), _DROPS_A_COMMIT):
-            batch = ascending[begin : begin + _DROPS_A_COMMIT]
+        """Delete entries, a few hundred a transaction, also when limit or disk is reached.
+
+        Raises:
+            StoreFull: some are still there; the next call tries them again.
+        """
+        pending = sorted({*numbers, *self._undropped})
+        self._undropped = pending
+        if not pending:
+            return
+        self._env.forget_dead_readers()
+        count = _DROPS_A_COMMIT
+        while self._undropped:
             try:
-                self._delete(batch)
-            except lmdb.Error:
-                self._ballast.unload()
-                self._env.set_mapsize(self._limit)
-                self._delete_at_last(batch)
-        if numbers:
-            self._turn_over()
+                self._delete(self._undropped[:count])
+            except StoreFull:
+                if count == 1:
+                    raise
+                count = max(1, count // _FEWER)  # that needs less room, and makes some
+            else:
+                self._undropped = self._undropped[count:]
+        self._turn_over()
         self._ballast.load()
+
+    def _delete(self, numbers: Sequence[int]) -> None:
+        keys = [_number.pack(number) for number in numbers]
+
+        def delete(txn: Any) -> None:
+            for name in ENTRY_TABLES:
+                table = self._env.table(name)
+                for key in keys:
+                    txn.delete(key, db=table)
+
+        self._commit(delete, 0, may_grow=True)
 
     def _turn_over(self) -> None:
         """Commit once more: LMDB uses pages again from the second transaction after the drop on."""
-        with self._env.begin(write=True) as txn:
-            txn.put(b"dropped", _number.pack(self._next), db=self._about)
 
-    def _delete_at_last(self, numbers: Sequence[int]) -> None:
-        try:
-            self._delete(numbers)
-        except lmdb.Error as error:
-            raise StoreFull(
-                f"entries of the store in {self.directory} cannot be deleted ({error}); "
-                "free a little space on its disk"
-            ) from error
+        def note(txn: Any) -> None:
+            txn.put(b"dropped", _number.pack(self._next), db=self._env.table(ABOUT))
 
-    def _delete(self, numbers: Sequence[int]) -> None:
-        freed = 0
-        with self._env.begin(write=True, buffers=True) as txn:
-            for number in numbers:
-                for table in self._tables.values():
-                    value = txn.get(_number.pack(number), db=table)
-                    if value is not None:
-                        freed += _space(len(value))
-                        txn.delete(_number.pack(number), db=table)
-        self._live -= freed
+        with self._reasons(0):
+            self._commit(note, 0, may_grow=True)
+            self._env.grow(self.room.row_file)
 
     # --- reading
 
     @contextmanager
     def reader(self, wanted: Wanted = WHOLE) -> Iterator[Reader]:
         """Give the payload lookup: buffers point into the file's map until the context ends."""
-        payloads, sums = self._tables[b"payload"], self._tables[b"sums"]
-
-        with self._env.begin(buffers=True) as txn:
+        with self._reasons(0):
+            snapshot = self._env.snapshot()
+        with snapshot as txn:
+            payloads, sums = self._env.table(PAYLOAD), self._env.table(SUMS)
 
             def read(number: int) -> Held | None:
                 key = _number.pack(number)
-                payload, row_sums = txn.get(key, db=payloads), txn.get(key, db=sums)
+                try:
+                    payload, row_sums = txn.get(key, db=payloads), txn.get(key, db=sums)
+                except lmdb.Error as error:
+                    log.warning("entry %d of the store is not readable: %s", number, error)
+                    return None
                 if payload is None or row_sums is None:
                     return None
                 whole = len(row_sums) // 8
@@ -243,13 +294,13 @@ class DiskStore:
         nbytes = 0
         with (
             _readable(self.directory),
-            self._env.begin(self._tables[b"journal"]) as txn,
-            txn.cursor() as cursor,
+            self._env.snapshot() as txn,
+            txn.cursor(self._env.table(JOURNAL)) as cursor,
         ):
             more = cursor.set_range(_number.pack(first))
             while more and nbytes < _REPLAYED_BYTES:
                 key, header = cursor.item()
-                found.append((_number.unpack(key)[0], header))
+                found.append((_number.unpack(key)[0], bytes(header)))
                 nbytes += _space(len(header))
                 more = cursor.next()
         return found
@@ -259,11 +310,14 @@ class DiskStore:
 
     def fill(self) -> Fill:
         """Return the bytes that entries take on disk."""
-        return Fill(disk_bytes=self._live, disk_limit=self._limit)
+        return Fill(disk_bytes=self._live, disk_limit=self.room.limit)
 
     def close(self) -> None:
         """Close the file and let another daemon have the directory."""
         self._env.close()
+        self._release()
+
+    def _release(self) -> None:
         for descriptor in (self._folder, self._lock):
             if descriptor is not None:
                 os.close(descriptor)
@@ -283,25 +337,24 @@ def _entry_space(entry: Entry) -> int:
     return _space(len(entry.header)) + (_space(payload) + _space(sums) if payload else 0)
 
 
-def _open(directory: Path, size: int, readonly: bool, sync: bool) -> Any:
+def _opened(directory: Path, map_bytes: int, readonly: bool, sync: bool) -> Environment:
     with _readable(directory):
-        # Records are read a few rows at a time in no order, so read-ahead would only evict pages.
-        return lmdb.open(
-            str(directory),
-            map_size=size // _PAGE * _PAGE,
-            max_dbs=4,
-            readonly=readonly,
-            readahead=False,
-            sync=sync,
-        )
+        if not readonly:
+            make_environment(directory, SCHEMA_VERSION, sync=sync)
+        return Environment(directory, map_bytes, readonly=readonly, sync=sync)
 
 
 @contextmanager
 def _readable(directory: Path) -> Iterator[None]:
     try:
         yield
-    except (lmdb.Error, struct.error) as error:
+    except (lmdb.Error, struct.error, CutOff) as error:
         raise CorruptStore(
             f"the store in {directory} is not readable ({error}); restore it from a copy, "
             "or move it away and serve an empty --dir"
+        ) from error
+    except OSError as error:
+        raise CorruptStore(
+            f"the store in {directory} cannot be opened ({error.strerror or error}); free space "
+            "on its disk and make its files this user's, or choose another --dir"
         ) from error

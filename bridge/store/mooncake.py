@@ -181,7 +181,7 @@ class MooncakeStore:
 def _journaled(number: int, opening: int, entry: Entry) -> Entry:
     """Return an entry with opening, length and checksums of its payload in the payload's place."""
     if entry.payload is None or not _nbytes(entry.payload):
-        return Entry(entry.header, vital=entry.vital)
+        return Entry(entry.header, vital=entry.vital, makes_room=entry.makes_room)
     sums = row_sums(number, entry.payload, entry.row_bytes)
     words = np.empty(2 + len(sums), dtype="<u8")
     words[0], words[1], words[2:] = opening, _nbytes(entry.payload), sums

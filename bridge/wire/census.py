@@ -146,7 +146,8 @@ class StatsReply(HeaderOnly):
 
     ``memory_bytes`` counts record bytes in memory and ``index_bytes`` what finds them, together
     under ``memory_limit``; ``disk_bytes`` is under ``disk_limit`` (0: no such tier);
-    ``pool_bytes`` lie in a Mooncake pool. ``full`` is 1 while the store refuses records.
+    ``pool_bytes`` lie in a Mooncake pool. ``full`` is 1 while the store refuses records
+    for lack of room and ``failing`` is 1 while its disk cannot be written to.
     ``corrupt_rows`` counts rows that failed their checksum when read (they are then missing),
     ``damaged_entries`` journal entries that were not readable at start-up, ``refused`` messages
     answered with an error, ``refused_peers`` connections that had no key that is known,
@@ -180,6 +181,7 @@ class StatsReply(HeaderOnly):
     refused_peers: int
     corrupt_rows: int
     damaged_entries: int
+    failing: int
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""

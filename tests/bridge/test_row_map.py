@@ -15,11 +15,15 @@ from bridge.index.sequence_set import SequenceSet
 _ROWS = st.lists(st.integers(0, 5000) | st.integers(0, 1 << 62), min_size=1, max_size=40)
 
 
-@given(st.lists(_ROWS, max_size=8))
-def test_a_row_is_found_where_it_was_put_last(blocks: list[list[int]]) -> None:
+# Where the numbers of entries stand after a day, a month at 800 messages a second, and for ever.
+_FIRSTS = st.sampled_from([0, (1 << 31) - 3, (1 << 32) - 3, 1 << 42])
+
+
+@given(st.lists(_ROWS, max_size=8), _FIRSTS)
+def test_a_row_is_found_where_it_was_put_last(blocks: list[list[int]], first: int) -> None:
     row_map = RowMap()
     expected: dict[int, tuple[int, int]] = {}
-    for block, rows in enumerate(blocks):
+    for block, rows in enumerate(blocks, first):
         row_map.put(np.array(rows), block)
         expected.update({row: (block, offset) for offset, row in enumerate(rows)})
     asked = np.array([*expected, -1, 7001, 1 << 61])
@@ -86,20 +90,24 @@ def test_rows_of_dropped_blocks_are_gone_and_the_others_stay(
     assert (row_map.rows, row_map.nbytes()) == (len(last), nbytes)
 
 
-@given(st.lists(st.integers(0, 3), max_size=200))
-def test_a_block_table_is_a_window_that_moves_on(kept_every: list[int]) -> None:
+@given(st.lists(st.integers(0, 3), max_size=200), _FIRSTS, st.sampled_from([1, 40, 1 << 34]))
+def test_a_block_table_has_what_was_put_and_not_dropped(
+    kept_every: list[int], first: int, apart: int
+) -> None:
     table, held = BlockTable(), {}
-    for number, drop in enumerate(kept_every):
-        table.put(number * 40, engine=number, part=0, version=number % 7, step=number, row_bytes=9)
-        held[number * 40] = number % 7
+    for order, drop in enumerate(kept_every):
+        number = first + order * apart
+        table.put(number, engine=order, part=0, version=order % 7, step=order, row_bytes=9)
+        held[number] = order % 7
         if drop and held:
             oldest = list(held)[:drop]
             table.drop(np.array(oldest, dtype=np.int64))
             held = {key: value for key, value in held.items() if key not in oldest}
     numbers, blocks = table.held()
     assert dict(zip(numbers.tolist(), blocks["version"].tolist(), strict=True)) == held
-    asked = np.array([*held, -1], dtype=np.int32)
+    asked = np.array([*held, -1], dtype=np.int64)
     assert table.versions(asked).tolist() == [*held.values(), -1]
+    assert table.nbytes() <= 25 * max(1024, 2 * len(kept_every))
 
 
 @given(st.lists(st.integers(-3, 3), max_size=30))

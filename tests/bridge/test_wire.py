@@ -98,7 +98,7 @@ EXAMPLES: list[Message] = [
     Observe(),
     ObserveReply(b'{"status": 1}'),
     Stats(),
-    StatsReply("disk", *range(22)),
+    StatsReply("disk", *range(23)),
     Step(3),
     Pin(("t",), 60),
     Gc(Policy(keep=2, expire_s=0)),
