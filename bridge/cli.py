@@ -15,6 +15,7 @@ import typer
 
 from bridge.errors import TraceError
 from bridge.observe.logs import LogFormat, Logging, LogLevel
+from bridge.plain import plain
 from bridge.serving import Access, Limits, serve_until_stopped
 from bridge.sizes import parse_size
 from bridge.wire import Policy
@@ -261,5 +262,5 @@ def _one_sentence_errors() -> Iterator[None]:
     try:
         yield
     except TraceError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {plain(str(error))}", file=sys.stderr)
         raise typer.Exit(1) from error

@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from bridge.client import TraceClient
 from bridge.index.recovery import recover
 from bridge.index.summary import summarize
+from bridge.plain import plain
 from bridge.sizes import format_size
 from bridge.store import DiskStore
 from bridge.wire import TrajectorySummary
@@ -85,7 +87,8 @@ def to_json(inspection: Inspection) -> str:
 
 def render(inspection: Inspection) -> None:
     """Print the inspection as a table with totals."""
-    table = Table(title=f"{inspection.source} ({inspection.store})", show_footer=True)
+    title = escape(plain(f"{inspection.source} ({inspection.store})"))
+    table = Table(title=title, show_footer=True)
     totals = _totals(inspection)
     table.add_column("trajectory", f"{len(inspection.trajectories)} trajectories", overflow="fold")
     table.add_column("state")
@@ -95,11 +98,11 @@ def render(inspection: Inspection) -> None:
     table.add_column("bytes", format_size(totals["nbytes"]), justify="right")
     for item in inspection.trajectories:
         table.add_row(
-            item.trajectory,
+            escape(plain(item.trajectory)),
             item.state,
             *(str(value) for value in (item.tokens, item.rows)),
             *(str(value) for value in (item.missing_forward, item.missing_kv)),
-            ", ".join(item.weight_versions),
+            escape(plain(", ".join(item.weight_versions))),
             format_size(item.nbytes),
         )
     console = Console()

@@ -14,6 +14,7 @@ from bridge.errors import (
 )
 from bridge.index import UnknownEngine
 from bridge.layout import LayoutError
+from bridge.plain import plain
 from bridge.wire import Error
 from bridge.wire.answer import MAX_SENTENCE_CHARS
 
@@ -35,9 +36,9 @@ _BY_CODE = {
 
 def refusal(error: TraceError) -> Error:
     """Return the message that carries an error."""
-    return Error(type(error).__name__, str(error)[:MAX_SENTENCE_CHARS])
+    return Error(type(error).__name__, plain(str(error))[:MAX_SENTENCE_CHARS])
 
 
 def exception(refused: Error) -> TraceError:
     """Return the exception to raise for a message that carries an error."""
-    return _BY_CODE.get(refused.code, TraceError)(refused.sentence)
+    return _BY_CODE.get(refused.code, TraceError)(plain(refused.sentence))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +72,7 @@ def serve_until_stopped(
     """Serve until SIGTERM, SIGINT or the end of the parent; raise TraceError if it cannot start."""
     logs.start()
     keep_freed_memory()
+    _take_all_files()
     keys = access.bridge_keys()
     store = _store(limits)
     try:
@@ -88,6 +90,13 @@ def serve_until_stopped(
         log.info("stopped", extra=event(Event.DAEMON_STOPPED, endpoint=daemon.endpoint))
     finally:
         store.close()
+
+
+def _take_all_files() -> None:
+    """Let as many files be open as this user may have: every client is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextmanager

@@ -6,10 +6,15 @@ import ipaddress
 import logging
 import re
 import socket
+import sys
+import time
+from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
-from threading import Thread
+from threading import Lock, Thread
 
 from prometheus_client.exposition import choose_encoder
 
@@ -21,7 +26,10 @@ from bridge.observe.status import Status, to_json
 log = logging.getLogger(__name__)
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[^:/\[\]]+):(?P<port>\d{1,5})")
+# A connection on which no request was answered for so long is closed, and the one that has waited
+# for longest when there are more.
 _PATIENCE_S = 30.0
+_MOST_CONNECTIONS = 32
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
@@ -84,13 +92,17 @@ class StatusServer:
 
 
 class _Server(ThreadingHTTPServer):
+    """A thread a connection, of which there are few: they take files that engines need too."""
+
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 128
 
     def __init__(self, host: str, port: int, status: Callable[[], Status]) -> None:
         self.status = status
         self.metrics = registry(status)
         self.page = files("bridge.observe").joinpath("page.html").read_bytes()
+        self.connections = Connections()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), _Handler)
@@ -100,9 +112,74 @@ class _Server(ThreadingHTTPServer):
                 "choose another port with --http"
             ) from error
 
+    def get_request(self) -> tuple[socket.socket, object]:
+        """Accept a connection."""
+        accepted, address = super().get_request()
+        self.connections.add(accepted)
+        return accepted, address
+
+    def shutdown_request(self, request: socket.socket | tuple[bytes, socket.socket]) -> None:
+        """Close a connection."""
+        assert isinstance(request, socket.socket)
+        self.connections.remove(request)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Close the connections that are too slow, a few times a second."""
+        self.connections.end_older_than(time.monotonic() - _PATIENCE_S)
+
+    def handle_error(
+        self, request: socket.socket | tuple[bytes, socket.socket], client_address: object
+    ) -> None:
+        """Note why a connection ended; whoever asked is gone or will ask again."""
+        why = sys.exception()
+        log.debug("a connection to the status page ended: %s: %s", type(why).__name__, why)
+
+
+class Connections:
+    """Open connections, the one without an answer for longest first; any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._since: OrderedDict[socket.socket, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def add(self, connection: socket.socket) -> None:
+        """Note a new connection, and end the oldest if they are too many."""
+        with self._lock:
+            self._since[connection] = time.monotonic()
+            while len(self._since) > _MOST_CONNECTIONS:
+                _end(self._since.popitem(last=False)[0])
+
+    def answered(self, connection: socket.socket) -> None:
+        """Note that a request was answered."""
+        with self._lock:
+            if self._since.pop(connection, None) is not None:
+                self._since[connection] = time.monotonic()
+
+    def remove(self, connection: socket.socket) -> None:
+        """Forget a connection that is closed."""
+        with self._lock:
+            self._since.pop(connection, None)
+
+    def end_older_than(self, moment: float) -> None:
+        """End the connections on which nothing was answered since."""
+        with self._lock:
+            while self._since and next(iter(self._since.values())) < moment:
+                _end(self._since.popitem(last=False)[0])
+
+
+def _end(connection: socket.socket) -> None:
+    """Have the connection's thread find it ended; it closes it then."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
+    path = ""  # of a request that has none
     protocol_version = "HTTP/1.1"
     server_version = "sglang-trace"
     sys_version = ""
@@ -137,6 +214,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+        self.server.connections.answered(self.connection)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse a request in a sentence that repeats nothing of it."""
+        self.close_connection = True
+        self.request_version = self.protocol_version  # or a request line without one gets no status
+        self._answer(code, "text/plain", f"{HTTPStatus(code).phrase}\n".encode())
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as in the base
         """Log requests like everything else."""

@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
+from bridge.plain import plain
+
 
 class LogLevel(StrEnum):
     """How much to log."""
@@ -82,5 +84,13 @@ class JsonLines(logging.Formatter):
         return json.dumps(line)
 
 
+class TextLines(logging.Formatter):
+    """One line a record, whatever names of strangers are in it; a traceback follows on its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        return plain(super().formatMessage(record))
+
+
 def _text() -> logging.Formatter:
-    return logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    return TextLines("%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from bridge.layout import Part
 from bridge.observe.histogram import Histogram
 from bridge.observe.status import Status
+from bridge.plain import plain
 
 Name = TypeVar("Name", bound=str)
 
@@ -114,16 +115,21 @@ def _trajectories(status: Status) -> Iterator[Metric]:
 
 
 def _engines(status: Status) -> Iterator[Metric]:
-    dropped = {engine.engine: engine.dropped_rows for engine in status.engines}
+    dropped = {_label(engine.engine): engine.dropped_rows for engine in status.engines}
     yield _counters("dropped_rows", "Rows that engines gave up", "engine", dropped)
     seen = {
-        engine.engine: status.taken_at - engine.idle_s
+        _label(engine.engine): status.taken_at - engine.idle_s
         for engine in status.engines
         if engine.idle_s is not None
     }
     yield _gauges(
         "engine_last_seen_timestamp_seconds", "When it last said something", "engine", seen
     )
+
+
+def _label(name: str) -> str:
+    """Return a stranger's name as a label value, another one for another name."""
+    return plain(name.replace("\\", "\\\\"))
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
