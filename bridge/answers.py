@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from bridge.errors import MixedWeights
 from bridge.homes import home_of, homes_of
 from bridge.records import TrajectoryRecords
 from bridge.wire import DigestsReply, GcReply, StatsReply, TrajectorySummary
@@ -55,14 +56,39 @@ def _with_versions(
     records: TrajectoryRecords, other: TrajectoryRecords, here: slice, same_T: NDArray[np.bool_]
 ) -> TrajectoryRecords:
     """Take the weight versions of positions that have none yet."""
-    names = tuple(dict.fromkeys((*records.weight_versions, *other.weight_versions)))
+    theirs = _versions(other)
+    known = tuple(dict.fromkeys((*_versions(records), *theirs)))
     # The last entry is what index -1 finds.
-    places = np.array([*(names.index(name) for name in other.weight_versions), -1], np.int32)
+    places = np.array([*map(known.index, theirs), -1], np.int32)
     index_T = records.weight_version_index.numpy()[here]
     theirs_T = places[other.weight_version_index.numpy()[: len(index_T)]]
     unknown_T = same_T & (index_T < 0)
     index_T[unknown_T] = theirs_T[unknown_T]
-    return replace(records, weight_versions=names)
+    labels, digests = ([pair[at] for pair in known] for at in (0, 1))
+    return replace(records, weight_versions=tuple(labels), weights=tuple(digests))
+
+
+def require_one_meaning(records: TrajectoryRecords) -> TrajectoryRecords:
+    """Return the records; refuse those in which one label stands for two different weights.
+
+    Raises:
+        MixedWeights: the label, and the engines that use it.
+    """
+    digests: dict[str, str] = {}
+    for label, digest in _versions(records):
+        if digest and digests.setdefault(label, digest) != digest:
+            raise MixedWeights(
+                f"trajectory {records.trajectory!r} has rows of two different weights that are "
+                f"both called {label!r}, by {' and '.join(records.engine_ids)}; generate it again "
+                "under one name on one set of weights, and give every server's weights a name of "
+                "their own (--weight-version)"
+            )
+    return records
+
+
+def _versions(records: TrajectoryRecords) -> list[tuple[str, str]]:
+    """Return (label, digest) of the weights that occur."""
+    return list(zip(records.weight_versions, records.weights, strict=True))
 
 
 def _names(records: TrajectoryRecords) -> NDArray[np.str_]:

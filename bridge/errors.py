@@ -29,6 +29,18 @@ class WeightVersionMismatch(TraceError):
     """The records were made with other weights than the trainer holds."""
 
 
+class MixedWeights(TraceError):
+    """One label of a trajectory's weights stands for two different weights."""
+
+
+class EngineIdTaken(TraceError):
+    """Another process sends, or has sent, records under the engine id."""
+
+
+class RowTaken(TraceError):
+    """An engine sent other bytes for a row that is held."""
+
+
 class StoreFull(TraceError):
     """The store has reached its limit; nothing already acknowledged is lost."""
 

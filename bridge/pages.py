@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from bridge.errors import CorruptMessage, TraceError
 from bridge.layout import Part
 from bridge.records import TrajectoryRecords
 from bridge.wire import FetchReply, PageRows
+
+Entry = TypeVar("Entry")
 
 # Token, row number, two flags and two table indices.
 _POSITION_BYTES = 22
@@ -50,7 +53,8 @@ def join(pages: Iterator[Page], stop: int | None) -> TrajectoryRecords:
     tokens = torch.empty(total, dtype=torch.int32)
     rows = torch.empty(total, dtype=torch.int64)
     parts = {part: _Part(total, first.layout.row_bytes(part)) for part in Part}
-    versions, engines = _NameTable(total), _NameTable(total)
+    versions: _Table[tuple[str, str]] = _Table(total)
+    engines: _Table[str] = _Table(total)
     at = 0
     while page is not None:
         head = page.head
@@ -58,7 +62,8 @@ def join(pages: Iterator[Page], stop: int | None) -> TrajectoryRecords:
         if here.stop > total or head.layout != first.layout:
             raise CorruptMessage("a page is none of those that were asked for; fetch again")
         tokens.numpy()[here], rows.numpy()[here] = head.tokens, head.rows
-        versions.put(here, head.weight_versions, head.versions)
+        pairs = tuple(zip(head.weight_versions, head.weights, strict=True))
+        versions.put(here, pairs, head.versions)
         engines.put(here, head.engine_ids, head.engines)
         for piece in page.rows:
             parts[piece.part].put(at + piece.begin, piece.valid, piece.rows)
@@ -76,12 +81,13 @@ def join(pages: Iterator[Page], stop: int | None) -> TrajectoryRecords:
         forward_valid=parts[Part.FORWARD].valid,
         kv=parts[Part.KV].rows,
         kv_valid=parts[Part.KV].valid,
-        weight_versions=versions.names,
+        weight_versions=tuple(label for label, _ in versions.entries),
         weight_version_index=versions.index_T,
-        engine_ids=engines.names,
+        engine_ids=engines.entries,
         engine_index=engines.index_T,
         rows=rows,
         revision=first.revision,
+        weights=tuple(digest for _, digest in versions.entries),
     )
 
 
@@ -117,18 +123,18 @@ def _require_memory(total: int, page: FetchReply) -> None:
         )
 
 
-class _NameTable:
-    """One table of names for all pages and the index into it int32 [T]; -1 stays -1."""
+class _Table(Generic[Entry]):
+    """One table of entries for all pages and the index into it int32 [T]; -1 stays -1."""
 
     def __init__(self, total: int) -> None:
-        self._places: dict[str, int] = {}
+        self._places: dict[Entry, int] = {}
         self.index_T: Tensor = torch.empty(total, dtype=torch.int32)
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def entries(self) -> tuple[Entry, ...]:
         return tuple(self._places)
 
-    def put(self, here: slice, names: tuple[str, ...], index_P: NDArray[np.int32]) -> None:
-        places = [self._places.setdefault(name, len(self._places)) for name in names]
+    def put(self, here: slice, entries: tuple[Entry, ...], index_P: NDArray[np.int32]) -> None:
+        places = [self._places.setdefault(entry, len(self._places)) for entry in entries]
         # The last entry is what index -1 finds.
         self.index_T.numpy()[here] = np.array([*places, -1], dtype=np.int32)[index_P]

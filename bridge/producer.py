@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -47,6 +48,7 @@ from bridge.wire import (
     encode,
 )
 from bridge.wire.envelope import NO_SEQ, Buffer
+from bridge.wire.ingest import MAX_INCARNATION
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +129,7 @@ class RecordProducer:
         self._deadline_s = deadline_s
         self._full_deadline_s = deadline_s if full_deadline_s is None else full_deadline_s
         self._engine_id, self._shard = "", 0
+        self._incarnation = 1 + secrets.randbelow(MAX_INCARNATION - 1)
         self._hello: list[Buffer] = []
         self._next_seq = 0
         self._kept: dict[int, _Unacknowledged] = {}
@@ -172,7 +175,13 @@ class RecordProducer:
         """
         self._engine_id, self._shard = engine_id, shard
         message = Hello(
-            engine_id, layout, dict(kv_scales or {}), dict(model or {}), tuple(shards), shard
+            engine_id,
+            layout,
+            dict(kv_scales or {}),
+            dict(model or {}),
+            tuple(shards),
+            shard,
+            self._incarnation,
         )
         self._hello = encode(message, self._next_seq)
         self._send(message)
@@ -186,8 +195,11 @@ class RecordProducer:
         weight_version: str,
         *,
         copy: bool = True,
+        weights: str = "",
     ) -> None:
         """Send records: rows int [n], payload uint8 [n, R], R bytes of this rank's share of a row.
+
+        ``weight_version`` is the label of the weights that computed them, ``weights`` their digest.
 
         Like all calls it copies what it is given, arrays or CPU tensors, before it returns; with
         ``copy`` false the caller gives the payload away and must not change it again.
@@ -204,6 +216,8 @@ class RecordProducer:
                 payload_nR[piece],
                 weight_version,
                 self._shard,
+                weights,
+                self._incarnation,
             )
             self._send(message, part, len(message.block.rows))
 
@@ -214,10 +228,14 @@ class RecordProducer:
         tokens: ArrayLike,
         rows: ArrayLike,
         state: TrajectoryState | str,
+        *,
+        rollout: int = 0,
+        continues: bool = False,
     ) -> None:
         """Say which row consumed each token: tokens int [T], rows int [T] (-1: none), from start.
 
-        Row numbers may be sent before or after the rows themselves.
+        Row numbers may be sent before or after the rows themselves. ``rollout`` is the number of
+        the request, counted up; one that does not ``continues`` the trajectory replaces it.
         """
         self._send(
             Trajectory(
@@ -228,12 +246,19 @@ class RecordProducer:
                 np.asarray(rows, dtype=np.int64).copy(),
                 TrajectoryState(state),
                 self._shard,
+                rollout,
+                continues,
+                self._incarnation,
             )
         )
 
     def send_digests(self, weight_version: str, digests: Mapping[str, str]) -> None:
         """Tell the digests of the quantized weights, tensor name -> hex."""
-        self._send(WeightDigests(self._engine_id, weight_version, dict(digests), self._shard))
+        self._send(
+            WeightDigests(
+                self._engine_id, weight_version, dict(digests), self._shard, self._incarnation
+            )
+        )
 
     def count_dropped(self, part: Part, rows: int) -> None:
         """Note rows that the engine gave up before they came here; the bridge is told."""
@@ -341,7 +366,13 @@ class RecordProducer:
         if total == self._told_dropped or self._telling_dropped in self._kept:
             return
         counts = self.dropped_rows
-        message = Dropped(self._engine_id, counts[Part.FORWARD], counts[Part.KV], self._shard)
+        message = Dropped(
+            self._engine_id,
+            counts[Part.FORWARD],
+            counts[Part.KV],
+            self._shard,
+            self._incarnation,
+        )
         self._telling_dropped, self._told_dropped = self._next_seq, total
         frames = encode(message, self._next_seq)
         nbytes = sum(memoryview(frame).nbytes for frame in frames)

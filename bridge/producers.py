@@ -58,6 +58,7 @@ class RecordProducers:
         weight_version: str,
         *,
         copy: bool = True,
+        weights: str = "",
     ) -> None:
         """Send records, each to its home: rows int [n], payload uint8 [n, R]."""
         rows_n, payload_nR = np.asarray(rows, dtype=np.int64), np.asarray(payload)
@@ -65,10 +66,13 @@ class RecordProducers:
         for home in self._homes(homes_n):
             here = homes_n == home
             if here.all():
-                self._producers[home].send_rows(part, rows_n, payload_nR, weight_version, copy=copy)
+                self._producers[home].send_rows(
+                    part, rows_n, payload_nR, weight_version, copy=copy, weights=weights
+                )
                 return
-            mine = payload_nR[here]
-            self._producers[home].send_rows(part, rows_n[here], mine, weight_version, copy=False)
+            self._producers[home].send_rows(
+                part, rows_n[here], payload_nR[here], weight_version, copy=False, weights=weights
+            )
 
     def send_trajectory(
         self,
@@ -77,12 +81,17 @@ class RecordProducers:
         tokens: ArrayLike,
         rows: ArrayLike,
         state: TrajectoryState | str,
+        *,
+        rollout: int = 0,
+        continues: bool = False,
     ) -> None:
         """Say which row consumed each token, to the trajectory's home and to its rows' homes."""
         rows_T = np.asarray(rows, dtype=np.int64)
         own = home_of(trajectory, len(self._producers))
         for home in sorted({own, *self._homes(homes_of(rows_T[rows_T >= 0]))}):
-            self._producers[home].send_trajectory(trajectory, start, tokens, rows_T, state)
+            self._producers[home].send_trajectory(
+                trajectory, start, tokens, rows_T, state, rollout=rollout, continues=continues
+            )
 
     def send_digests(self, weight_version: str, digests: Mapping[str, str]) -> None:
         """Tell every bridge the digests of the quantized weights, tensor name -> hex."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
-from bridge.answers import completed, elsewhere
+from bridge.answers import completed, elsewhere, require_one_meaning
 from bridge.connection import Connection
 from bridge.errors import UnknownTrajectory
 from bridge.homes import home_of
@@ -30,18 +30,23 @@ class Reading:
         Every bridge is asked ahead of what is yielded.
         """
         if len(self.connections) == 1:
-            yield from Paging(self.connections[0], self.end).all(fetches, allow_unknown)
+            with closing(
+                Paging(self.connections[0], self.end).all(fetches, allow_unknown)
+            ) as coming:
+                for records in coming:
+                    yield records and require_one_meaning(records)
             return
         homes = [home_of(fetch.trajectory, len(self.connections)) for fetch in fetches]
         with ExitStack() as reading:
-            coming = []
+            pages = []
             for number, connection in enumerate(self.connections):
                 its = [fetch for fetch, home in zip(fetches, homes, strict=True) if home == number]
-                pages = Paging(connection, self.end).all(its, allow_unknown)
-                reading.callback(pages.close)
-                coming.append(pages)
+                its_pages = Paging(connection, self.end).all(its, allow_unknown)
+                reading.callback(its_pages.close)
+                pages.append(its_pages)
             for fetch, home in zip(fetches, homes, strict=True):
-                yield self._whole(fetch, home, self._next(coming[home]))
+                records = self._whole(fetch, home, self._next(pages[home]))
+                yield records and require_one_meaning(records)
 
     def _next(self, coming: Iterator[TrajectoryRecords | None]) -> TrajectoryRecords | None:
         try:

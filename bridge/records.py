@@ -36,7 +36,8 @@ class TrajectoryRecords:
         forward_valid: bool [T].
         kv: uint8 [T, K].
         kv_valid: bool [T].
-        weight_versions: the weight versions that occur.
+        weight_versions: the labels of the weights that occur.
+        weights: the digest of the weights of each label, "" where the engine gave none.
         weight_version_index: int32 [T] into weight_versions, -1 where no row is recorded.
         engine_ids: the engines that occur.
         engine_index: int32 [T] into engine_ids, -1 where there is no row.
@@ -61,6 +62,7 @@ class TrajectoryRecords:
     engine_index: Tensor
     rows: Tensor
     revision: int
+    weights: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)

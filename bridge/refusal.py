@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from bridge.errors import (
     CorruptMessage,
+    EngineIdTaken,
     RegionOutOfReach,
+    RowTaken,
     SchemaMismatch,
     StoreFailing,
     StoreFull,
@@ -22,8 +24,10 @@ _BY_CODE = {
     kind.__name__: kind
     for kind in (
         CorruptMessage,
+        EngineIdTaken,
         LayoutError,
         RegionOutOfReach,
+        RowTaken,
         SchemaMismatch,
         StoreFailing,
         StoreFull,

@@ -6,7 +6,7 @@ ranks share rows, W = bytes of a row of the reply.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -126,8 +126,8 @@ class Fetching:
         # A row's version is the one its forward ran with; its K/V may be sent much later.
         forward, kv = (found[part].versions for part in (Part.FORWARD, Part.KV))
         versions = np.where(forward >= 0, forward, kv)
-        version_names, versions_T = _table(versions, self._catalog.weight_versions)
-        engine_names, engines_T = _table(trajectory.engines[page], list(self._catalog.engines))
+        version_numbers, versions_T = _occurring(versions)
+        engine_numbers, engines_T = _occurring(trajectory.engines[page])
         return FetchReply(
             trajectory=name,
             state=trajectory.state,
@@ -136,12 +136,15 @@ class Fetching:
             start=page.start,
             layout=reduced,
             kv_scales=reference.hello.kv_scales,
-            weight_versions=version_names,
-            engine_ids=engine_names,
+            weight_versions=tuple(self._catalog.weight_versions[each] for each in version_numbers),
+            engine_ids=tuple(
+                self._catalog.engine_list[each].hello.engine_id for each in engine_numbers
+            ),
             tokens=trajectory.tokens[page],
             versions=versions_T,
             engines=engines_T,
             rows=trajectory.rows[page],
+            weights=tuple(self._catalog.weights[each] for each in version_numbers),
         )
 
     def _rows(
@@ -223,11 +226,9 @@ def _page(
     return slice(start, min(stop, start + positions))
 
 
-def _table(
-    numbers_T: NDArray[np.int32], names: Sequence[str]
-) -> tuple[tuple[str, ...], NDArray[np.int32]]:
-    """Return (the names that occur, index into them int32 [T]); -1 stays -1."""
+def _occurring(numbers_T: NDArray[np.int32]) -> tuple[list[int], NDArray[np.int32]]:
+    """Return (the numbers that occur, index into them int32 [T]); -1 stays -1."""
     present = [number for number, _ in groups(numbers_T) if number >= 0]
     index_T = np.searchsorted(present, numbers_T).astype(np.int32)
     index_T[numbers_T < 0] = -1
-    return tuple(names[number] for number in present), index_T
+    return present, index_T

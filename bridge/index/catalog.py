@@ -45,6 +45,7 @@ class Catalog:
     """Engines, trajectories, blocks of rows, weight versions and digests.
 
     ``states`` counts the trajectories held and ``collected`` those given up, by their state.
+    ``weight_versions`` and ``weights`` are label and digest of the weights of each number.
     ``versions_used`` has the numbers of weight versions by when rows of them were last told of.
     ``superseded`` are entries of the store that say nothing any more: whoever drops them clears it.
     """
@@ -61,8 +62,9 @@ class Catalog:
         self.collected = Counter(dict.fromkeys(TrajectoryState, 0))
         self.blocks = BlockTable()
         self.weight_versions: list[str] = []
+        self.weights: list[str] = []
         self.digests = DigestTable()
-        self._version_numbers: dict[str, int] = {}
+        self._version_numbers: dict[tuple[str, str], int] = {}
         self._trajectory_bytes = 0
         self._name_bytes = 0
 
@@ -124,7 +126,7 @@ class Catalog:
         engine.accepted[told.shard].add(seq)
         match told:
             case Block():
-                version = self._version_number(told.weight_version)
+                version = self._version_number(told.weight_version, told.weights)
                 self.versions_used.use(version)
                 part = PARTS.index(told.part)
                 self.blocks.put(number, engine.number, part, version, self.step, told.row_bytes)
@@ -238,10 +240,12 @@ class Catalog:
             self._name_bytes += introduction_bytes(hello)
             self.engine_list.append(engine)
 
-    def _version_number(self, version: str) -> int:
-        number = self._version_numbers.get(version)
+    def _version_number(self, label: str, weights: str) -> int:
+        """Return the number of weights, by label and digest: a label can stand for several."""
+        number = self._version_numbers.get((label, weights))
         if number is None:
-            number = self._version_numbers[version] = len(self.weight_versions)
-            self.weight_versions.append(version)
-            self._name_bytes += 4 * len(version) + _OBJECT_BYTES
+            number = self._version_numbers[label, weights] = len(self.weight_versions)
+            self.weight_versions.append(label)
+            self.weights.append(weights)
+            self._name_bytes += 4 * (len(label) + len(weights)) + _OBJECT_BYTES
         return number

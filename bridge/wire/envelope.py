@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest as checksum
 from bridge.errors import CorruptMessage, SchemaMismatch
 from bridge.wire.fields import MAX_LIST_ITEMS, MAX_MAP_ITEMS
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 MAX_HEADER_BYTES = 16 << 20
 MAX_SEQ = 1 << 62
 NO_SEQ = -1

@@ -99,7 +99,8 @@ class FetchReply:
     Rows of each part of its layout follow in `PageRows`, under the same sequence number.
 
     ``revision`` changes whenever the trajectory does, so a reader of several pages can tell.
-    ``versions`` indexes ``weight_versions``, -1 where no row is recorded; ``engines`` likewise.
+    ``versions`` indexes ``weight_versions`` and ``weights``, the label and the digest of the rows'
+    weights, -1 where no row is recorded; ``engines`` indexes ``engine_ids`` likewise.
     A token id of -1 is a position of which no engine has told anything. ``rows`` are the engine's
     numbers of the rows, -1 where it told none, whether the bridge holds them or not.
     """
@@ -119,6 +120,11 @@ class FetchReply:
     versions: NDArray[np.int32]
     engines: NDArray[np.int32]
     rows: NDArray[np.int64]
+    weights: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.weights:
+            object.__setattr__(self, "weights", ("",) * len(self.weight_versions))
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -132,6 +138,7 @@ class FetchReply:
             "layout": layout_body(self.layout),
             "kv_scales": packed_kv_scales(self.kv_scales),
             "weight_versions": list(self.weight_versions),
+            "weights": list(self.weights),
             "engine_ids": list(self.engine_ids),
         }
 
@@ -151,6 +158,9 @@ class FetchReply:
         fields = Fields(envelope.body)
         layout = parsed_layout(fields)
         count = fields.integer("positions", 0, MAX_TRAJECTORY_TOKENS)
+        weight_versions, weights = fields.texts("weight_versions"), fields.texts("weights")
+        if len(weights) != len(weight_versions):
+            raise CorruptMessage("a page has not one digest for each of its weight versions")
         return cls(
             fields.name("trajectory"),
             parsed_state(fields),
@@ -159,12 +169,13 @@ class FetchReply:
             fields.integer("start", 0, MAX_TRAJECTORY_TOKENS),
             layout,
             parsed_kv_scales(fields),
-            fields.texts("weight_versions"),
+            weight_versions,
             fields.texts("engine_ids"),
             array(tokens, "<i4", (count,)),
             array(versions, "<i4", (count,)),
             array(engines, "<i4", (count,)),
             array(rows, "<i8", (count,)),
+            weights,
         )
 
 

@@ -40,6 +40,13 @@ class Fields:
             raise CorruptMessage(f"header field {name} is not an integer in [{low}, {high}]")
         return value
 
+    def boolean(self, name: str) -> bool:
+        """Return true or false."""
+        value = self.body.get(name)
+        if type(value) is not bool:
+            raise CorruptMessage(f"header field {name} is neither true nor false")
+        return value
+
     def optional_integer(self, name: str, low: int, high: int) -> int | None:
         """Return an integer in [low, high], or None."""
         return None if self.body.get(name) is None else self.integer(name, low, high)

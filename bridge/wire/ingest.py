@@ -31,6 +31,9 @@ MAX_ROW_NUMBER = 1 << 62
 MAX_TRAJECTORY_TOKENS = 1 << 22
 MAX_MODEL_TEXTS = 64
 MAX_LAYOUT_BYTES = 1 << 15
+MAX_WEIGHTS_CHARS = 64
+MAX_INCARNATION = 1 << 62
+MAX_ROLLOUT = 1 << 62
 MISSING = -1
 
 
@@ -41,7 +44,11 @@ class Hello(HeaderOnly):
     ``kv_scales`` maps an attention layer to its global (K, V) scales; ``model`` is free text pairs
     such as the model path. ``shards`` is what each rank sends of a row, this one being number
     ``shard``; none given is one rank that sends all. All ranks of an engine say the same but for
-    ``shard``, so that the first of them tells what a complete row needs.
+    ``shard`` and ``incarnation``, so that the first of them says what a complete row needs.
+
+    ``incarnation`` is a random number of the sending process, here as in all messages of an engine:
+    the bridge takes a rank's messages from the first incarnation of it alone. Every rank draws its
+    own, and one for every bridge.
     """
 
     KIND: ClassVar[str] = "hello"
@@ -52,6 +59,7 @@ class Hello(HeaderOnly):
     model: Mapping[str, str] = field(default_factory=dict)
     shards: tuple[Shard, ...] = ()
     shard: int = 0
+    incarnation: int = 0
 
     def __post_init__(self) -> None:
         if not self.shards:
@@ -66,6 +74,7 @@ class Hello(HeaderOnly):
             "model": dict(self.model),
             "shards": [shard.to_dict() for shard in self.shards],
             "shard": self.shard,
+            "incarnation": self.incarnation,
         }
 
     @classmethod
@@ -82,6 +91,7 @@ class Hello(HeaderOnly):
             fields.texts_by_key("model", MAX_MODEL_TEXTS),
             shards,
             fields.integer("shard", 0, len(shards) - 1),
+            parsed_incarnation(fields),
         )
 
 
@@ -90,6 +100,8 @@ class Block:
     """What a Rows message says of its rows: all but the record bytes. This is what is indexed.
 
     ``shard`` is the number of the sending rank's shard (see `Hello`), here as in all messages.
+    ``weights`` is a digest of the weights that the rows were computed with, "" if not known:
+    ``weight_version`` is a label, which two engines may give to different weights.
     """
 
     KIND: ClassVar[str] = "block"
@@ -100,6 +112,8 @@ class Block:
     row_bytes: int
     rows: NDArray[np.int64]
     shard: int = 0
+    weights: str = ""
+    incarnation: int = 0
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -109,6 +123,8 @@ class Block:
             "weight_version": self.weight_version,
             "row_bytes": self.row_bytes,
             "shard": self.shard,
+            "weights": self.weights,
+            "incarnation": self.incarnation,
         }
 
     def frames(self) -> list[Buffer]:
@@ -135,6 +151,8 @@ class Block:
             fields.integer("row_bytes", 1, MAX_ROW_BYTES),
             rows,
             parsed_shard(fields),
+            fields.text("weights", MAX_WEIGHTS_CHARS),
+            parsed_incarnation(fields),
         )
 
 
@@ -156,9 +174,13 @@ class Rows:
         payload: NDArray[np.uint8],
         weight_version: str,
         shard: int = 0,
+        weights: str = "",
+        incarnation: int = 0,
     ) -> Self:
         """Build a message; rows int64 [n], payload uint8 [n, R]."""
-        return cls(Block(engine_id, part, weight_version, payload.shape[1], rows, shard), payload)
+        row_bytes = payload.shape[1]
+        block = Block(engine_id, part, weight_version, row_bytes, rows, shard, weights, incarnation)
+        return cls(block, payload)
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -226,6 +248,9 @@ class Trajectory:
     """Which row consumed each token: tokens int32 [T] and rows int64 [T] from position ``start``.
 
     Row -1 is a token that no row consumed (yet), such as the last sampled one.
+
+    ``rollout`` is the engine's number of the request, counted up. A message of another rollout than
+    the one before begins the trajectory anew, unless it ``continues`` it, as a next turn does.
     """
 
     KIND: ClassVar[str] = "trajectory"
@@ -237,6 +262,9 @@ class Trajectory:
     rows: NDArray[np.int64]
     state: TrajectoryState
     shard: int = 0
+    rollout: int = 0
+    continues: bool = False
+    incarnation: int = 0
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -246,6 +274,9 @@ class Trajectory:
             "start": self.start,
             "state": self.state.value,
             "shard": self.shard,
+            "rollout": self.rollout,
+            "continues": self.continues,
+            "incarnation": self.incarnation,
         }
 
     def frames(self) -> list[Buffer]:
@@ -269,6 +300,9 @@ class Trajectory:
             rows,
             parsed_state(fields),
             parsed_shard(fields),
+            fields.integer("rollout", 0, MAX_ROLLOUT),
+            fields.boolean("continues"),
+            parsed_incarnation(fields),
         )
 
 
@@ -282,6 +316,7 @@ class Dropped(HeaderOnly):
     forward_rows: int
     kv_rows: int
     shard: int = 0
+    incarnation: int = 0
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -297,6 +332,7 @@ class Dropped(HeaderOnly):
             fields.integer("forward_rows", 0, MAX_COUNT),
             fields.integer("kv_rows", 0, MAX_COUNT),
             parsed_shard(fields),
+            parsed_incarnation(fields),
         )
 
 
@@ -310,6 +346,7 @@ class WeightDigests(HeaderOnly):
     weight_version: str
     digests: Mapping[str, str]
     shard: int = 0
+    incarnation: int = 0
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -318,6 +355,7 @@ class WeightDigests(HeaderOnly):
             "weight_version": self.weight_version,
             "digests": dict(self.digests),
             "shard": self.shard,
+            "incarnation": self.incarnation,
         }
 
     @classmethod
@@ -330,6 +368,7 @@ class WeightDigests(HeaderOnly):
             fields.text("weight_version"),
             fields.texts_by_key("digests"),
             parsed_shard(fields),
+            parsed_incarnation(fields),
         )
 
 
@@ -376,6 +415,11 @@ def parsed_kv_scales(fields: Fields) -> dict[int, tuple[float, float]]:
 def parsed_shard(fields: Fields) -> int:
     """Return the number of the sender's shard."""
     return fields.integer("shard", 0, MAX_SHARDS - 1)
+
+
+def parsed_incarnation(fields: Fields) -> int:
+    """Return the number of the sending process."""
+    return fields.integer("incarnation", 0, MAX_INCARNATION)
 
 
 def parsed_shards(fields: Fields, layout: RecordLayout) -> tuple[Shard, ...]:
