@@ -30,10 +30,9 @@ class Reading:
         Every bridge is asked ahead of what is yielded.
         """
         if len(self.connections) == 1:
-            with closing(
-                Paging(self.connections[0], self.end).all(fetches, allow_unknown)
-            ) as coming:
-                for records in coming:
+            its_pages = Paging(self.connections[0], self.end).all(fetches, allow_unknown)
+            with closing(its_pages):
+                for records in its_pages:
                     yield records and require_one_meaning(records)
             return
         homes = [home_of(fetch.trajectory, len(self.connections)) for fetch in fetches]

@@ -76,7 +76,8 @@ class Engine:
 
     def check_hello(self, hello: Hello) -> None:
         """Raise SchemaMismatch unless it is one of this engine's ranks that introduces itself."""
-        if replace(hello, shard=0) != replace(self.hello, shard=0):
+        theirs, ours = (replace(each, shard=0, incarnation=0) for each in (hello, self.hello))
+        if theirs != ours:
             raise SchemaMismatch(
                 f"engine {hello.engine_id} said hello before with another record layout; "
                 "use a new engine id for every engine process, and the same layout, shards, scales "
