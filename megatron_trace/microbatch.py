@@ -19,7 +19,7 @@ from bridge.layout.site import PART_OF
 from megatron_trace.coverage import Coverage
 from megatron_trace.forward_check import ForwardCheck
 from megatron_trace.guidance import Guidance, GuidanceError
-from megatron_trace.placed_rows import PlacedRows, VersionPolicy, place_rows
+from megatron_trace.placed_rows import PlacedRows, VersionPolicy, check_one_meaning, place_rows
 from megatron_trace.record_check import check_kv_scales, check_rows
 from megatron_trace.report import Report, SiteCount
 from megatron_trace.rounding import Counter, Following, RowState, SiteRows
@@ -83,7 +83,8 @@ class GuidedMicroBatch:
             records: one for each sequence, in order, fetched from position 0; None where nothing
                 was recorded (allowed with `on_missing="round_to_nearest"`).
             tokens: the model's input ids: [b, s] right-padded, or [1, t] packed.
-            weight_version: the version of the weights the trainer holds; None accepts any.
+            weight_version: the version of the weights the trainer holds; None accepts any. SGLang
+                calls weights "default" until an update or --weight-version names them.
             max_version_lag: how much smaller a row's integer weight version may be.
             lengths: padded batches: the tokens of each sequence; None means all s.
             cu_seqlens: packed batches: Megatron's cumulative lengths [b + 1].
@@ -99,7 +100,8 @@ class GuidedMicroBatch:
             PlacementError: if tokens and lengths do not fit.
             SequenceCountMismatch: if there is not one record (or None) for each sequence.
             TokenMismatch: if a trajectory holds other tokens.
-            WeightVersionMismatch: if rows were computed with other weights.
+            WeightVersionMismatch: if rows were computed with other weights, or one version stands
+                for two different weights.
             InvalidRecord: if a row holds expert ids or scales that no rollout records.
             MissingRecords: if rows are missing and `guidance.on_missing` is "error".
         """
@@ -114,6 +116,7 @@ class GuidedMicroBatch:
             placement = placement.without_last()
         strict = guidance.on_missing == "error"
         versions = VersionPolicy(weight_version, max_version_lag, strict)
+        check_one_meaning(records)
         rows = place_rows(records, layout, placement, versions)
         check_rows(rows, layout, placement, records)
         kv_scales = _common_kv_scales(records)

@@ -121,6 +121,31 @@ def place_rows(
     return placed
 
 
+def check_one_meaning(records: Sequence[TrajectoryRecords | None]) -> None:
+    """Refuse records in which one weight version stands for two different weights.
+
+    SGLang calls weights "default" until somebody names them, so two servers with other weights have
+    the same label; the digest that comes with it is of the weights themselves.
+
+    Raises:
+        WeightVersionMismatch: naming the label and two trajectories.
+    """
+    first: dict[str, tuple[str, str]] = {}
+    for record in records:
+        if record is None:
+            continue
+        for label, digest in zip(record.weight_versions, record.weights, strict=False):
+            if not digest:
+                continue  # an engine that does not know it
+            known, name = first.setdefault(label, (digest, record.trajectory))
+            if digest != known:
+                raise WeightVersionMismatch(
+                    f"Trajectories {name!r} and {record.trajectory!r} were computed with different "
+                    f"weights that are both called {label!r}: name the weights of every server and "
+                    "of every update (--weight-version), and generate again."
+                )
+
+
 def _place(
     record: TrajectoryRecords, places_P: Tensor, placed: PlacedRows, accepted: Tensor
 ) -> None:

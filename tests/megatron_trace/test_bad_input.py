@@ -81,6 +81,20 @@ def test_a_weight_version_may_lag_as_far_as_allowed(
     assert states == ({2} if accepted else {1})
 
 
+@pytest.mark.parametrize("version", ["1", None])
+def test_one_version_of_two_different_weights_is_refused(
+    lib: Any, sequences: Any, records: Any, version: str | None
+) -> None:
+    def of(*digests: str) -> list[Any]:
+        return [replace(r, weights=(d,)) for r, d in zip(records, digests, strict=True)]
+
+    with pytest.raises(WeightVersionMismatch, match=r"'t0' and 't1' .* both called '1'") as error:
+        lib.packed(of("aa", "bb"), sequences, version=version)
+    assert_one_sentence(error)
+    for digests in (("aa", "aa"), ("aa", ""), ("", "bb")):
+        assert lib.packed(of(*digests), sequences, version=version).num_tokens == 10
+
+
 def test_other_tokens_are_refused(lib: Any, sequences: Any, records: Any) -> None:
     changed = sequences[1].clone()
     changed[2] += 1
