@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_trace.config import TraceTrainerConfig
     from megatron_trace.context import guide
-    from megatron_trace.enable import disable_fp4, enable_fp4
+    from megatron_trace.enable import disable_fp4, enable_fp4, free_rounded_weights
     from megatron_trace.fetch import fetch_records
     from megatron_trace.guidance import Guidance
     from megatron_trace.microbatch import GuidedMicroBatch
@@ -22,6 +22,7 @@ __all__ = [
     "disable_fp4",
     "enable_fp4",
     "fetch_records",
+    "free_rounded_weights",
     "guide",
 ]
 
@@ -32,6 +33,7 @@ _HOME = {
     "disable_fp4": "enable",
     "enable_fp4": "enable",
     "fetch_records": "fetch",
+    "free_rounded_weights": "enable",
     "guide": "context",
 }
 

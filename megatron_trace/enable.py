@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from megatron_trace.refusals import (
 )
 from megatron_trace.routes import RecordedRoutes
 from megatron_trace.weights import ExpertWeight
+
+log = logging.getLogger(__name__)
 
 _MARKS = ("trace_experts", "trace_expert", "trace_weight", "trace_key_value")
 _EXPERT_SITES = frozenset((Site.FC1, Site.FC2))
@@ -72,6 +75,11 @@ def enable_fp4(model: Model, config: TraceTrainerConfig | None = None) -> None:
         watch(layer, entry.enter)
     for chunk in _chunks(model):
         watch_inputs(chunk)
+    log.info(
+        "The rounded expert weights take %.3f GiB on this rank from the first forward after an "
+        "optimizer step to the next step; free_rounded_weights(model) frees them in between.",
+        _rounded_bytes(model) / 2**30,
+    )
 
 
 def disable_fp4(model: Model) -> None:
@@ -85,6 +93,23 @@ def disable_fp4(model: Model) -> None:
                 module.__dict__.pop(mark, None)
         if isinstance(layer.mlp, MoELayer):
             layer.mlp.router.router_replay = None
+
+
+def free_rounded_weights(model: Model) -> int:
+    """Free the rounded expert weights, as an optimizer step does; return how many bytes they took.
+
+    For a trainer that leaves the device to the rollout. The next forward rounds them again, and a
+    forward whose backward has not run keeps what it needs.
+    """
+    return sum(linear.trace_weight.kept.free() for linear in _rounded_linears(model))
+
+
+def _rounded_bytes(model: Model) -> int:
+    return sum(linear.weight.nbytes for linear in _rounded_linears(model))
+
+
+def _rounded_linears(model: Model) -> Iterator[Any]:
+    return (module for module in _modules(model) if "trace_weight" in module.__dict__)
 
 
 def shape_of(config: TransformerConfig) -> ModelShape:

@@ -6,6 +6,7 @@ Shape legend: O, I out and in features of one projection (this rank's part).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from bridge.fp4 import Fp4Tensor, quantize_nvfp4, quantize_weight, tensor_scale
 from bridge.guidance import straight_through
+from megatron_trace.kept_rounding import KeptRounding
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,19 @@ class ExpertWeight:
     dtype: torch.dtype
     shard_group: ProcessGroup | None
 
+    @cached_property
+    def kept(self) -> KeptRounding:
+        """The rounded weight of the last forward."""
+        return KeptRounding(self.shard_group)
+
     def round_weight(self, weight: Tensor) -> Tensor:
         """Return the weight that the rollout computes with, gradient straight through."""
-        with torch.no_grad():
-            matrices = weight.detach().to(self.dtype).chunk(self.projections)
-            quantized = [quantize_shard(matrix, self.shard_group) for matrix in matrices]
-            rounded = torch.cat([fp4.dequantize(weight.dtype) for fp4 in quantized])
-        return straight_through(weight, rounded)
+        return straight_through(weight, self.kept.of(weight, self._rounded))
+
+    def _rounded(self, weight: Tensor) -> Tensor:
+        matrices = weight.to(self.dtype).chunk(self.projections)
+        quantized = [quantize_shard(matrix, self.shard_group) for matrix in matrices]
+        return torch.cat([fp4.dequantize(weight.dtype) for fp4 in quantized])
 
 
 def quantize_shard(w_OI: Tensor, group: ProcessGroup | None) -> Fp4Tensor:
