@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import zmq
 
 from bridge.daemon.budget import Budget
+from bridge.daemon.checkpoints import Checkpoints
 from bridge.daemon.fetching import Fetching
 from bridge.daemon.flow import Flow
 from bridge.daemon.gather import Gather
@@ -117,18 +118,22 @@ class Daemon:
             damaged_entries,
             self._guard,
         )
+        self._checkpoints = Checkpoints(store, catalog)
         store.reserve(catalog.nbytes())
         self.monitor = Monitor(self.endpoint, self._census, catalog, self._ingest, self._flow)
 
     def run(self, stop_asked: Callable[[], bool]) -> None:
         """Serve until ``stop_asked()``, looked at a few times a second."""
         while not stop_asked():
-            if self._poller.poll(_WAITING_POLL_MS if self._waiting else _POLL_MS):
+            has_news = self._poller.poll(_WAITING_POLL_MS if self._waiting else _POLL_MS)
+            if has_news:
                 self.turn()
             self._answer_waiting()
             self.monitor.look()
             self._retention.look()
             self._regions.look()
+            self._checkpoints.look(quiet=not has_news)
+        self._checkpoints.finish()
 
     def turn(self) -> None:
         """Handle what has arrived, up to a bound, and commit it."""
@@ -148,6 +153,7 @@ class Daemon:
 
     def close(self) -> None:
         """Stop listening; what peers have not been told is held, they will send again."""
+        self._checkpoints.close()
         self._context.destroy(linger=1000)
 
     def _handle(self, peer: bytes, frames: list[memoryview]) -> None:

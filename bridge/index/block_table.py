@@ -5,6 +5,8 @@ A block is the store's entry of one Rows message; blocks are named by the number
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,6 +29,11 @@ class BlockTable:
         self._blocks: NDArray[np.void] = np.empty(_LEAST_ROOM, dtype=BLOCK)
         self._end = 0
         self._dropped = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: no room for more, which the next block makes."""
+        numbers, blocks = self.held()
+        return {"_numbers": numbers, "_blocks": blocks, "_end": len(numbers), "_dropped": 0}
 
     def put(
         self, number: int, engine: int, part: int, version: int, step: int, row_bytes: int

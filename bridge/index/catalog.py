@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from bridge.index.grouping import groups
 from bridge.index.pins import Pins
 from bridge.index.row_map import absent_places
 from bridge.index.step_log import StepLog
-from bridge.index.trajectory_map import TrajectoryMap
+from bridge.index.trajectory_map import TrajectoryColumns, TrajectoryMap
 from bridge.layout import Part
 from bridge.wire import (
     Block,
@@ -67,6 +68,15 @@ class Catalog:
         self._version_numbers: dict[tuple[str, str], int] = {}
         self._trajectory_bytes = 0
         self._name_bytes = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {**self.__dict__, "trajectories": TrajectoryColumns.of(self.trajectories)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make the catalog again that `__getstate__` was asked for."""
+        self.__dict__.update(state)
+        self.trajectories = state["trajectories"].trajectories()
 
     @property
     def step(self) -> int:
@@ -207,6 +217,38 @@ class Catalog:
         told = [entry for trajectory in self.trajectories.values() for entry in trajectory.entries]
         others = np.array([*told, *self.digests.entries()], dtype=np.int64)
         self.superseded += self.steps.keep(steps, np.sort(np.concatenate([numbers, others])))
+
+    def entries(self) -> NDArray[np.int64]:
+        """Return the numbers of the entries that it was built of and that may be deleted."""
+        told = [entry for trajectory in self.trajectories.values() for entry in trajectory.entries]
+        others = np.array([*told, *self.digests.entries(), *self.pins.entries()], dtype=np.int64)
+        return np.concatenate([self.blocks.held()[0], others])
+
+    def forget(self, deleted: NDArray[np.int64]) -> bool:
+        """Forget what these entries of the store told; return False if a part of it stays told.
+
+        Then this index is not the one that the other entries give.
+        """
+        gone = set(deleted.tolist())
+        names = []
+        for name, trajectory in self.trajectories.items():
+            lost = gone.intersection(trajectory.entries)
+            if lost and len(lost) < len(trajectory.entries):
+                return False
+            if lost:
+                names.append(name)
+        numbers = self.blocks.held()[0]
+        self.drop(names, numbers[np.isin(numbers, deleted)])
+        self.pins.forget(gone)
+        return self.digests.forget(gone)
+
+    def begin_anew(self) -> None:
+        """Begin what lasts for one process: ages of what has not finished, leases and counts."""
+        now = time.monotonic()
+        for trajectory in self.trajectories.values():
+            trajectory.told_at = now
+        self.pins.begin_anew(now)
+        self.collected = Counter(dict.fromkeys(TrajectoryState, 0))
 
     def nbytes(self) -> int:
         """Return the memory that the index takes, about."""

@@ -52,6 +52,16 @@ class DigestTable:
         """Return the store's entries that hold the reports."""
         return [entry for held in self._versions.values() for entry in held.entries]
 
+    def forget(self, entries: set[int]) -> bool:
+        """Forget versions whose reports are gone; return False if a part of one is."""
+        for name, held in list(self._versions.items()):
+            lost = entries.intersection(held.entries)
+            if lost and len(lost) < len(held.entries):
+                return False
+            if lost:
+                self.nbytes -= self._versions.pop(name).nbytes()
+        return True
+
     def drop(self, steps: Set[int]) -> list[int]:
         """Forget versions last reported in these steps, but not the newest; return entries."""
         old = [name for name, held in list(self._versions.items())[:-1] if held.step in steps]

@@ -7,7 +7,7 @@ that could have been set meanwhile decides over records, and a pin is kept too l
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bridge.index.sizes import text_bytes
 
@@ -63,6 +63,19 @@ class Pins:
                 entries.append(held.entry)
                 self.nbytes -= cost(name)
         return entries
+
+    def entries(self) -> list[int]:
+        """Return the store's entries that say what is pinned."""
+        return [pin.entry for pin in self._pins.values()]
+
+    def forget(self, entries: Set[int]) -> None:
+        """Let names go that these entries pinned."""
+        self.remove([name for name, pin in self._pins.items() if pin.entry in entries])
+
+    def begin_anew(self, now: float) -> None:
+        """Begin all leases anew."""
+        for name, pin in self._pins.items():
+            self._pins[name] = replace(pin, until=now + pin.lease_s)
 
     def expire(self, now: float) -> list[int]:
         """Let names go whose leases are over; return the entries that pinned them."""

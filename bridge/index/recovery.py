@@ -1,11 +1,14 @@
-"""Build the catalog of a store by replaying its journal."""
+"""Build the catalog of a store: its checkpoint, and what the journal has beyond it."""
 
 from __future__ import annotations
 
 import logging
 
+import numpy as np
+
 from bridge.errors import TraceError
 from bridge.index.catalog import Catalog, Journaled
+from bridge.index.checkpoint import UnusableCheckpoint, read_checkpoint
 from bridge.observe.logs import Event, event
 from bridge.store.base import Store
 from bridge.store.journal import unpack
@@ -13,11 +16,11 @@ from bridge.store.journal import unpack
 log = logging.getLogger(__name__)
 
 
-def recover(store: Store) -> tuple[Catalog, int]:
+def recover(store: Store, *, from_checkpoint: bool = True) -> tuple[Catalog, int]:
     """Return (catalog, number of entries that were not readable; their rows are missing)."""
-    catalog = Catalog()
+    catalog, first = _checkpoint(store) if from_checkpoint else (Catalog(), 0)
     damaged = 0
-    for number, header in store.replay():
+    for number, header in store.replay(first):
         try:
             told, seq = unpack(header)
             if not isinstance(told, Journaled):
@@ -30,3 +33,23 @@ def recover(store: Store) -> tuple[Catalog, int]:
             continue
         catalog.apply(told, seq, number)
     return catalog, damaged
+
+
+def _checkpoint(store: Store) -> tuple[Catalog, int]:
+    """Return (catalog, first entry that it does not know): empty and 0 without a checkpoint."""
+    content, now = store.read_checkpoint(), store.position()
+    if content is None or now is None:
+        return Catalog(), 0
+    try:
+        catalog, then = read_checkpoint(content)
+        if then.next > now.next or then.deletions > now.deletions:
+            raise UnusableCheckpoint("it is newer than the journal")
+        if then.deletions != now.deletions:
+            deleted = np.setdiff1d(catalog.entries(), store.numbers())
+            if not catalog.forget(deleted):
+                raise UnusableCheckpoint("entries were deleted that it does not tell apart")
+    except UnusableCheckpoint as error:
+        log.info("the checkpoint of the index is passed over: %s", error)
+        return Catalog(), 0
+    catalog.begin_anew()
+    return catalog, then.next

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +56,20 @@ class RowMap:
         self._free: list[int] = []
         self.rows = 0
         self.partial_rows = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: of the slabs, the pages that are made."""
+        made = range(self._made, 0, -_SLAB_PAGES)
+        slabs = [slab[:pages] for slab, pages in zip(self._slabs, made, strict=True)]
+        return {**self.__dict__, "_slabs": slabs}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make the map again that `__getstate__` was asked for."""
+        self.__dict__.update(state)
+        made, self._slabs = self._slabs, []
+        for pages in made:
+            self._slabs.append(self._new_slab())
+            self._slabs[-1][: len(pages)] = pages
 
     def put(self, rows_N: NDArray[np.int64], block: int, sender: int = 0) -> None:
         """Place a sender's rows at offsets 0..N-1 of ``block``; one placed before moves there."""
@@ -138,11 +153,13 @@ class RowMap:
 
     def _new_page(self) -> int:
         if self._made == len(self._slabs) << _SLAB_BITS:
-            # Untouched memory is not there yet: a slab costs what its pages in use do.
-            shape = (_SLAB_PAGES, _PAGE_ROWS, self._senders)
-            self._slabs.append(np.empty(shape, dtype=np.int64))
+            self._slabs.append(self._new_slab())
         self._made += 1
         return self._made - 1
+
+    def _new_slab(self) -> NDArray[np.int64]:
+        # Untouched memory is not there yet: a slab costs what its pages in use do.
+        return np.empty((_SLAB_PAGES, _PAGE_ROWS, self._senders), dtype=np.int64)
 
     def _at(self, at: int) -> NDArray[np.int64]:
         page: NDArray[np.int64] = self._slabs[at >> _SLAB_BITS][at & (_SLAB_PAGES - 1)]

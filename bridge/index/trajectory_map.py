@@ -10,7 +10,10 @@ connection refused is sent again after what it took meanwhile.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,6 +118,50 @@ class TrajectoryMap:
         self.tokens = _resized(self.tokens, length, UNKNOWN_TOKEN)
         self.engines = _resized(self.engines, length, -1)
         self.rows = _resized(self.rows, length, MISSING_ROW)
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryColumns:
+    """Many trajectories attribute by attribute, as a checkpoint keeps them.
+
+    An attribute that is an array is one array for all, end to end, and has their ``lengths``.
+    """
+
+    names: list[str]
+    attributes: dict[str, Any]
+    lengths: dict[str, NDArray[np.int64]]
+
+    @classmethod
+    def of(cls, trajectories: Mapping[str, TrajectoryMap]) -> Self:
+        """Take trajectories apart."""
+        maps = [vars(trajectory) for trajectory in trajectories.values()]
+        attributes: dict[str, Any] = {}
+        lengths: dict[str, NDArray[np.int64]] = {}
+        for name in maps[0] if maps else ():
+            values = [each[name] for each in maps]
+            if isinstance(values[0], np.ndarray):
+                lengths[name] = np.fromiter(map(len, values), np.int64, len(values))
+                attributes[name] = np.concatenate(values)
+            else:
+                attributes[name] = values
+        return cls(list(trajectories), attributes, lengths)
+
+    def trajectories(self) -> dict[str, TrajectoryMap]:
+        """Put the trajectories together again."""
+        columns = {
+            name: _cut(values, self.lengths[name]) if name in self.lengths else values
+            for name, values in self.attributes.items()
+        }
+        found = {}
+        for name, *values in zip(self.names, *columns.values(), strict=True):
+            trajectory = found[name] = TrajectoryMap.__new__(TrajectoryMap)
+            trajectory.__dict__.update(zip(columns, values, strict=True))
+        return found
+
+
+def _cut(values: NDArray[Number], lengths: NDArray[np.int64]) -> list[NDArray[Number]]:
+    ends = np.cumsum(lengths).tolist()
+    return [values[begin:end].copy() for begin, end in pairwise([0, *ends])]
 
 
 def _resized(values: NDArray[Number], length: int, fill: int) -> NDArray[Number]:

@@ -1,6 +1,6 @@
 """Where record bytes live: in memory with a limit, on disk, or in a Mooncake pool."""
 
-from bridge.store.base import Entry, Fill, Held, Reader, Run, Store, Wanted
+from bridge.store.base import Entry, Fill, Held, Position, Reader, Run, Store, Wanted
 from bridge.store.cached import CachedStore
 from bridge.store.directory import CorruptStore, StoreBusy
 from bridge.store.disk import DiskStore
@@ -16,6 +16,7 @@ __all__ = [
     "Held",
     "MemoryStore",
     "MooncakeStore",
+    "Position",
     "Reader",
     "Run",
     "Store",

@@ -82,6 +82,14 @@ class Fill:
     pool_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a journal stands: the number of its next entry, and how often entries were deleted."""
+
+    next: int
+    deletions: int
+
+
 class Store(Protocol):
     """A bounded journal of entries; one thread uses it."""
 
@@ -109,8 +117,26 @@ class Store(Protocol):
     def reserve(self, index_bytes: int) -> None:
         """Leave so much of the memory limit to the daemon's index, which grows with the rows."""
 
-    def replay(self) -> Iterator[tuple[int, bytes]]:
-        """Yield (number, header) of every entry held, oldest first."""
+    def replay(self, first: int = 0) -> Iterator[tuple[int, bytes]]:
+        """Yield (number, header) of every entry held from number ``first`` on, oldest first."""
+
+    def numbers(self) -> NDArray[np.int64]:
+        """Return the numbers of all entries held, ascending."""
+
+    def position(self) -> Position | None:
+        """Return where the journal stands, None if it does not outlive the process.
+
+        Or if entries that were dropped are still there.
+        """
+
+    def read_checkpoint(self) -> Buffer | None:
+        """Return the checkpoint that was written last, None if there is none."""
+
+    def checkpoint_room(self) -> int:
+        """Return how long a checkpoint may be."""
+
+    def write_checkpoint(self, content: Iterable[Buffer]) -> bool:
+        """Keep a checkpoint instead of the last one if there is room; any thread may call it."""
 
     def fill(self) -> Fill:
         """Return what is in use."""

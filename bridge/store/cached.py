@@ -6,9 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from bridge.errors import StoreFull
-from bridge.store.base import WHOLE, Entry, Fill, Reader, Store, Wanted
+from bridge.store.base import WHOLE, Entry, Fill, Position, Reader, Store, Wanted
 from bridge.store.payloads import Payloads, cost, room_of
+from bridge.wire.envelope import Buffer
 
 
 class CachedStore:
@@ -58,9 +62,29 @@ class CachedStore:
         self._index_bytes = index_bytes
         self._make_room(0)
 
-    def replay(self) -> Iterator[tuple[int, bytes]]:
+    def replay(self, first: int = 0) -> Iterator[tuple[int, bytes]]:
         """Yield the durable entries."""
-        return self._durable.replay()
+        return self._durable.replay(first)
+
+    def numbers(self) -> NDArray[np.int64]:
+        """Return the numbers of the durable entries."""
+        return self._durable.numbers()
+
+    def position(self) -> Position | None:
+        """Return where the durable journal stands."""
+        return self._durable.position()
+
+    def read_checkpoint(self) -> Buffer | None:
+        """Return the durable store's checkpoint."""
+        return self._durable.read_checkpoint()
+
+    def checkpoint_room(self) -> int:
+        """Return what the durable store has for it."""
+        return self._durable.checkpoint_room()
+
+    def write_checkpoint(self, content: Iterable[Buffer]) -> bool:
+        """Keep a checkpoint in the durable store."""
+        return self._durable.write_checkpoint(content)
 
     def fill(self) -> Fill:
         """Return what all tiers hold."""

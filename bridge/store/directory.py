@@ -6,9 +6,11 @@ import contextlib
 import fcntl
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from bridge.errors import TraceError
+from bridge.wire.envelope import Buffer
 
 LOCK_FILE = "daemon.lock"
 DATA_FILE = "data.mdb"
@@ -100,15 +102,20 @@ def private_file(path: Path, flags: int) -> int:
     return descriptor
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: Iterable[Buffer]) -> None:
     """Write a private file whole or not at all, also through a power cut; raise OSError."""
     new = path.with_name(path.name + NEW)
     new.unlink(missing_ok=True)
-    with os.fdopen(private_file(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    new.replace(path)
+    try:
+        with os.fdopen(private_file(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as stream:
+            stream.writelines(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        new.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
     sync_names(path.parent)
 
 

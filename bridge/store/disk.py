@@ -8,6 +8,7 @@ them and not the records. Space of dropped entries is used again; the file itsel
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,10 +18,18 @@ from typing import Any
 
 import lmdb
 import numpy as np
+from numpy.typing import NDArray
 
 from bridge.errors import SchemaMismatch, StoreFailing, StoreFull
-from bridge.store.base import WHOLE, Entry, Fill, Held, Reader, Wanted
-from bridge.store.directory import Ballast, CorruptStore, locked
+from bridge.store.base import WHOLE, Entry, Fill, Held, Position, Reader, Wanted
+from bridge.store.directory import (
+    CHECKPOINT_FILE,
+    Ballast,
+    CorruptStore,
+    locked,
+    private_file,
+    replace_file,
+)
 from bridge.store.environment import (
     ABOUT,
     ENTRY_TABLES,
@@ -34,7 +43,7 @@ from bridge.store.environment import (
 )
 from bridge.store.room import Room
 from bridge.store.row_sums import row_sums
-from bridge.wire.envelope import SCHEMA_VERSION
+from bridge.wire.envelope import SCHEMA_VERSION, Buffer
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +52,9 @@ _DROPS_A_COMMIT = 256
 _FEWER = 16
 _REPLAYED_BYTES = 4 << 20
 _PAGE = 4096
+_POSITION_KEY = b"position"
 _number = struct.Struct(">Q")
+_position = struct.Struct(">QQ")
 
 
 class DiskStore:
@@ -79,7 +90,7 @@ class DiskStore:
             with _readable(directory), self._env.snapshot() as txn:
                 self._check_schema(txn)
                 self._live = self._env.live_bytes(txn)
-                self._next = self._end(txn)
+                self._next, self._deletions = self._position(txn)
         except BaseException:
             self.close()
             raise
@@ -95,14 +106,20 @@ class DiskStore:
                 f"{SCHEMA_VERSION}; choose another --dir or use the version that wrote it"
             )
 
-    def _end(self, txn: Any) -> int:
-        """Return the number after the last one in any table."""
-        end = 0
+    def _position(self, txn: Any) -> tuple[int, int]:
+        """Return the number after the last one there ever was, and the count of deletions."""
+        noted = txn.get(_POSITION_KEY, db=self._env.table(ABOUT))
+        end, deletions = (0, 0) if noted is None else _position.unpack(noted)
         for name in ENTRY_TABLES:
             with txn.cursor(self._env.table(name)) as cursor:
                 if cursor.last():
                     end = max(end, _number.unpack(cursor.key())[0] + 1)
-        return end
+        return end, deletions
+
+    @property
+    def next(self) -> int:
+        """The number that the next entry gets."""
+        return self._next
 
     # --- writing
 
@@ -114,6 +131,8 @@ class DiskStore:
 
     def write(self, numbered: Sequence[tuple[int, Entry]]) -> None:
         """Write entries under numbers of the caller's, ascending; all of them or StoreFull."""
+        if not numbered:
+            return
         needed = sum(_entry_space(entry) for _, entry in numbered)
         vital = all(entry.vital for _, entry in numbered)
         makes_room = vital and all(entry.makes_room for _, entry in numbered)
@@ -240,17 +259,21 @@ class DiskStore:
                 table = self._env.table(name)
                 for key in keys:
                     txn.delete(key, db=table)
+            self._note_position(txn)
 
         self._commit(delete, 0, may_grow=True)
+        self._deletions += 1
+
+    def _note_position(self, txn: Any) -> None:
+        """Write down that entries are deleted, and the numbers that must not come again."""
+        noted = _position.pack(self._next, self._deletions + 1)
+        txn.put(_POSITION_KEY, noted, db=self._env.table(ABOUT))
 
     def _turn_over(self) -> None:
         """Commit once more: LMDB uses pages again from the second transaction after the drop on."""
-
-        def note(txn: Any) -> None:
-            txn.put(b"dropped", _number.pack(self._next), db=self._env.table(ABOUT))
-
         with self._reasons(0):
-            self._commit(note, 0, may_grow=True)
+            self._commit(self._note_position, 0, may_grow=True)
+            self._deletions += 1
             self._env.grow(self.room.row_file)
 
     # --- reading
@@ -277,13 +300,13 @@ class DiskStore:
 
             yield read
 
-    def replay(self) -> Iterator[tuple[int, bytes]]:
-        """Yield (number, header) of every entry, oldest first.
+    def replay(self, first: int = 0) -> Iterator[tuple[int, bytes]]:
+        """Yield (number, header) of every entry from number ``first`` on, oldest first.
 
         No transaction is open while the caller has one: LMDB has 126 places for readers, and a
         generator that nobody reads to its end would keep one.
         """
-        headers = self._headers(0)
+        headers = self._headers(first)
         while headers:
             yield from headers
             headers = self._headers(headers[-1][0] + 1)
@@ -304,6 +327,45 @@ class DiskStore:
                 nbytes += _space(len(header))
                 more = cursor.next()
         return found
+
+    def numbers(self) -> NDArray[np.int64]:
+        """Return the numbers of all entries."""
+        with (
+            _readable(self.directory),
+            self._env.snapshot() as txn,
+            txn.cursor(self._env.table(JOURNAL)) as cursor,
+        ):
+            keys = b"".join(cursor.iternext(keys=True, values=False))
+        return np.frombuffer(keys, dtype=">u8").astype(np.int64)
+
+    def position(self) -> Position | None:
+        """Return where the journal stands, None while entries wait to be deleted."""
+        return None if self._undropped else Position(self._next, self._deletions)
+
+    def read_checkpoint(self) -> Buffer | None:
+        """Return the checkpoint that was written last, None if there is none or none readable."""
+        try:
+            file = private_file(self.directory / CHECKPOINT_FILE, os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            is_empty = os.fstat(file).st_size == 0
+            return b"" if is_empty else memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_READ))
+        finally:
+            os.close(file)
+
+    def checkpoint_room(self) -> int:
+        """Return the share of the limit that is kept for it."""
+        return self.room.checkpoint
+
+    def write_checkpoint(self, content: Iterable[Buffer]) -> bool:
+        """Keep a checkpoint instead of the last one if the disk has room for both."""
+        try:
+            replace_file(self.directory / CHECKPOINT_FILE, content)
+        except OSError as error:
+            log.info("no checkpoint of the index is written: %s", error)
+            return False
+        return True
 
     def reserve(self, index_bytes: int) -> None:
         """Do nothing: the index lies in memory."""

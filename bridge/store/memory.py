@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+from numpy.typing import NDArray
+
 from bridge.errors import StoreFull
-from bridge.store.base import WHOLE, Entry, Fill, Reader, Wanted
+from bridge.store.base import WHOLE, Entry, Fill, Position, Reader, Wanted
 from bridge.store.disk import DiskStore
 from bridge.store.payloads import Payloads, cost, room_of
+from bridge.wire.envelope import Buffer
 
 _SPILL_BYTES = 32 << 20
 
@@ -69,9 +73,29 @@ class MemoryStore:
         """Leave room for the index."""
         self._index_bytes = index_bytes
 
-    def replay(self) -> Iterator[tuple[int, bytes]]:
+    def replay(self, first: int = 0) -> Iterator[tuple[int, bytes]]:
         """Yield nothing: a memory store starts empty."""
         yield from ()
+
+    def numbers(self) -> NDArray[np.int64]:
+        """Return nothing, as `replay`."""
+        return np.empty(0, np.int64)
+
+    def position(self) -> Position | None:
+        """Return None: there is no journal."""
+        return None
+
+    def read_checkpoint(self) -> Buffer | None:
+        """Return None: a memory store starts empty."""
+        return None
+
+    def checkpoint_room(self) -> int:
+        """Return 0: there is none."""
+        return 0
+
+    def write_checkpoint(self, content: Iterable[Buffer]) -> bool:
+        """Keep nothing."""
+        return False
 
     def fill(self) -> Fill:
         """Return the bytes held."""

@@ -20,9 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bridge.errors import StoreFull
-from bridge.store.base import WHOLE, Entry, Fill, Held, Reader, Wanted
+from bridge.store.base import WHOLE, Entry, Fill, Held, Position, Reader, Wanted
 from bridge.store.disk import DiskStore
 from bridge.store.pool import Pool, PoolUnreachable
 from bridge.store.pool_name import next_opening
@@ -50,11 +51,11 @@ class MooncakeStore:
     def __init__(self, directory: Path, limit_bytes: int, master: str) -> None:
         self._journal = DiskStore(directory, limit_bytes)
         try:
-            numbers = [number for number, _ in self._journal.replay()]
+            numbers: list[int] = self._journal.numbers().tolist()
             self._name, self._opening = next_opening(directory, empty=not numbers)
             self._pool = Pool(master)
             self._journaler = ThreadPoolExecutor(1, "journal")
-            self._next = max(numbers, default=-1) + 1
+            self._next = self._journal.next
             self._pool_bytes = 0
             self._undropped: list[int] = []
             self._settle(numbers)
@@ -120,10 +121,30 @@ class MooncakeStore:
     def reserve(self, index_bytes: int) -> None:
         """Do nothing: the index lies in memory."""
 
-    def replay(self) -> Iterator[tuple[int, bytes]]:
+    def replay(self, first: int = 0) -> Iterator[tuple[int, bytes]]:
         """Yield (number, header) of every entry that is not being dropped, oldest first."""
         undropped = set(self._undropped)
-        return (entry for entry in self._journal.replay() if entry[0] not in undropped)
+        return (entry for entry in self._journal.replay(first) if entry[0] not in undropped)
+
+    def numbers(self) -> NDArray[np.int64]:
+        """Return the numbers of all entries that are not being dropped."""
+        return np.setdiff1d(self._journal.numbers(), np.array(self._undropped, dtype=np.int64))
+
+    def position(self) -> Position | None:
+        """Return where the journal stands, None while entries are being dropped."""
+        return None if self._undropped else self._journal.position()
+
+    def read_checkpoint(self) -> Buffer | None:
+        """Return the journal's checkpoint."""
+        return self._journal.read_checkpoint()
+
+    def checkpoint_room(self) -> int:
+        """Return what the journal has for it."""
+        return self._journal.checkpoint_room()
+
+    def write_checkpoint(self, content: Iterable[Buffer]) -> bool:
+        """Keep a checkpoint beside the journal."""
+        return self._journal.write_checkpoint(content)
 
     def fill(self) -> Fill:
         """Return the bytes of the journal and those in the pool."""
