@@ -17,6 +17,7 @@ from tests.faults.trainer import Reading
 
 _ROWS = 400
 _DEADLINE_S = 120.0
+SEEDS_OF_A_FAULT = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,11 @@ class Repetition:
         """Start the clock."""
         folder.mkdir(parents=True)
         return cls(seed, folder, setting, stop_s, time.monotonic() + _DEADLINE_S + stop_s)
+
+    @property
+    def number(self) -> int:
+        """Which of the fault's repetitions this is, from 0 on."""
+        return self.seed % SEEDS_OF_A_FAULT
 
     @property
     def rng(self) -> np.random.Generator:

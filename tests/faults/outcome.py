@@ -25,7 +25,7 @@ class Memory:
 
 @dataclass(slots=True)
 class Outcome:
-    """Rows, but for the last four.
+    """Rows, but for the last five.
 
     Attributes:
         acknowledged: promised to an engine.
@@ -33,6 +33,7 @@ class Outcome:
         lost: promised, not promised away by the tier, and missing afterwards.
         wrong: served with other bytes, token, engine or weight version than were recorded.
         forgotten: promised by a daemon that kept them in memory alone, and gone with it.
+        refused: stores that a daemon did not open, or wrote to no more, after the fault was over.
         met: repetitions in which the fault met work that was under way.
         hangs: what did not happen before its deadline.
         memory: the fullest of a process's memory, and its limit there.
@@ -45,6 +46,7 @@ class Outcome:
     wrong: int = 0
     forgotten: int = 0
     met: int = 0
+    refused: int = 0
     hangs: int = 0
     memory: Memory | None = None
     reports: list[str] = field(default_factory=list)
@@ -53,7 +55,7 @@ class Outcome:
     def violated(self) -> bool:
         """Whether anything happened that must not."""
         over = self.memory is not None and self.memory.ratio > 1
-        return bool(self.lost or self.wrong or self.hangs or self.reports or over)
+        return bool(self.lost or self.wrong or self.refused or self.hangs or self.reports or over)
 
     def __add__(self, other: Outcome) -> Outcome:
         names = [item.name for item in fields(Outcome) if item.name != "memory"]

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults.fault import Fault, Repetition
+from tests.faults.fault import SEEDS_OF_A_FAULT, Fault, Repetition
 from tests.faults.outcome import Hang, Outcome, total
 
 Progress = Callable[[], None]
@@ -62,7 +62,7 @@ def repeat(
 
 def seeds_of(fault: Fault, first: int, repetitions: int) -> list[int]:
     """Return the seeds of a run, other ones for every fault."""
-    base = zlib.crc32(f"{first} {fault.name} {fault.tier}".encode()) % 10**6 * 1000
+    base = zlib.crc32(f"{first} {fault.name} {fault.tier}".encode()) % 10**6 * SEEDS_OF_A_FAULT
     return [base + number for number in range(max(1, round(repetitions * fault.share)))]
 
 

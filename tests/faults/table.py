@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks.command_line import command_line
-from tests.faults import clock, full, killed, memory, schema, stopped, tampered
+from tests.faults import clock, full, killed, memory, persistence, schema, stopped, tampered
 from tests.faults.fault import Fault
 from tests.faults.repeat import Row, repeat, seeds_of
 
@@ -41,6 +41,7 @@ FAULTS: tuple[Fault, ...] = (
     *stopped.FAULTS,
     *tampered.FAULTS,
     *full.FAULTS,
+    *persistence.FAULTS,
     *clock.FAULTS,
     *schema.FAULTS,
     *memory.FAULTS,
@@ -132,17 +133,28 @@ def _tell(console: Console, row: Row) -> None:
 
 def _table(rows: list[Row]) -> Table:
     table = Table(
-        title="acknowledged rows lost, wrong rows served, hangs, all else: must be 0",
+        title="rows lost or wrong, stores refused, hangs, all else: must be 0",
         caption="met: work was under way; memory: the fullest process over its limit",
         box=box.SIMPLE,
         padding=0,
     )
     table.add_column("fault", min_width=30)
-    for name in ("times", "met", "acked", "lost", "wrong", "hangs", "else", "memory", "s"):
+    for name in (
+        "times",
+        "met",
+        "acked",
+        "lost",
+        "wrong",
+        "refused",
+        "hangs",
+        "else",
+        "memory",
+        "s",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         result = row.outcome
-        counts = (result.acknowledged, result.lost, result.wrong, result.hangs)
+        counts = (result.acknowledged, result.lost, result.wrong, result.refused, result.hangs)
         table.add_row(
             f"{row.fault.name} ({row.fault.tier})",
             *(f"{value:,}" for value in (row.repetitions, result.met, *counts)),
@@ -164,7 +176,17 @@ def _write(out: Path, document: dict[str, Any], rows: list[dict[str, Any]]) -> N
             run = row.get("run") or {name: told[name] for name in ("date", "commit", "command")}
             known[row["fault"], row["tier"]] = {**row, "run": run}
     order = [known[key] for fault in FAULTS if (key := (fault.name, fault.tier)) in known]
-    out.write_text(json.dumps({**document, "rows": order}, indent=1) + "\n")
+    whole = {**document, "totals": _totals(order), "rows": order}
+    out.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def _totals(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Add up what all faults came to."""
+    counts = ("lost", "wrong", "refused", "hangs")
+    return {
+        "faults": sum(row["repetitions"] for row in rows),
+        **{name: sum(row.get(name, 0) for row in rows) for name in counts},
+    }
 
 
 def _document(stop_s: float) -> dict[str, Any]:

@@ -52,24 +52,30 @@ def verify(client: TraceClient, stream: Stream, sent_after: str | None = None) -
     return outcome
 
 
-def compare(records: TrajectoryRecords, expected: Expected) -> tuple[int, int]:
-    """Return (rows compared, rows wrong) of any part of a trajectory; missing rows are neither."""
-    first, stop = records.start, records.start + len(records)
+def compare(records: TrajectoryRecords, expected: Expected, first_row: int = 0) -> tuple[int, int]:
+    """Return (rows compared, rows wrong) of any part of a trajectory; missing rows are neither.
+
+    Its position 0 is row ``first_row`` of the engine.
+    """
+    first = first_row + records.start
+    stop = first + len(records)
     wrong_T = records.tokens.numpy() != expected.tokens(stop)[first:]
     compared = wrong = 0
     for part in Part:
-        valid_T, rows_TR = _part(records, part)
+        valid_T, rows_TR = part_of(records, part)
         right_TR = expected.payload(part, first, stop)[:, : rows_TR.shape[1]]
         differs_T = (rows_TR != right_TR).any(axis=1) | wrong_T
-        differs_T |= ~_origin_is_right(records, expected)
+        differs_T |= ~_origin_is_right(records, expected, first)
         compared += int(valid_T.sum())
         wrong += int((valid_T & differs_T).sum())
     return compared, wrong
 
 
-def _origin_is_right(records: TrajectoryRecords, expected: Expected) -> NDArray[np.bool_]:
-    """Whether engine and weight version are those of each row: bool [T]."""
-    first, stop = records.start, records.start + len(records)
+def _origin_is_right(
+    records: TrajectoryRecords, expected: Expected, first: int
+) -> NDArray[np.bool_]:
+    """Whether engine and weight version are those of each row, from row ``first`` on: bool [T]."""
+    stop = first + len(records)
     # The last entry is what index -1 finds.
     versions = np.array([*records.weight_versions, ""])[records.weight_version_index.numpy()]
     engines = np.array([*records.engine_ids, ""])[records.engine_index.numpy()]
@@ -100,7 +106,7 @@ def _missing(records: TrajectoryRecords, promises: Promises, stop: int) -> int:
     for part in Part:
         promised_T = promises.rows[part][records.start : stop]
         held_T = np.zeros(positions, dtype=np.bool_)
-        valid_T, _ = _part(records, part)
+        valid_T, _ = part_of(records, part)
         held_T[: len(valid_T)] = valid_T[:positions]
         missing += int((promised_T & ~held_T).sum())
     return missing
@@ -117,7 +123,8 @@ def _misreported(records: TrajectoryRecords, told: list[Told], sent: list[Told])
     return [f"{records.trajectory} is {records.state} where {sorted(possible)} was acknowledged"]
 
 
-def _part(records: TrajectoryRecords, part: Part) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
+def part_of(records: TrajectoryRecords, part: Part) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
+    """Return (valid, rows): bool [T], uint8 [T, R]."""
     assert records.layout == LAYOUT
     if part is Part.FORWARD:
         return records.forward_valid.numpy(), records.forward.numpy()
