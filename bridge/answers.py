@@ -27,7 +27,7 @@ def elsewhere(records: TrajectoryRecords, home: int) -> dict[int, slice]:
     return {
         number: slice(int(at[0]), int(at[-1]) + 1)
         for number, at in places.items()
-        if number not in (home, -1)
+        if number != home
     }
 
 
@@ -59,7 +59,7 @@ def _with_versions(
     theirs = _versions(other)
     known = tuple(dict.fromkeys((*_versions(records), *theirs)))
     # The last entry is what index -1 finds.
-    places = np.array([*map(known.index, theirs), -1], np.int32)
+    places = np.array([*map(known.index, theirs), -1])
     index_T = records.weight_version_index.numpy()[here]
     theirs_T = places[other.weight_version_index.numpy()[: len(index_T)]]
     unknown_T = same_T & (index_T < 0)

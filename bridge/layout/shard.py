@@ -115,7 +115,8 @@ class Shard:
         """
         others, head = len(self.other_columns), self.head_bytes
         bits = np.unpackbits(packed[:, others:head], axis=1, count=self.slots, bitorder="little")
-        cells = packed[:, head:].reshape(len(packed), -1, self.slot_bytes)
+        room = (packed.shape[1] - head) // self.slot_bytes  # no -1: there may be no rows
+        cells = packed[:, head:].reshape(len(packed), room, self.slot_bytes)
         bits[np.count_nonzero(bits, axis=1) > cells.shape[1]] = 0
         return bits.astype(np.bool_), cells
 

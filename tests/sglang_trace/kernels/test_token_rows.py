@@ -105,6 +105,20 @@ def test_nothing_is_recorded_without_a_place() -> None:
     )
 
 
+def test_rows_of_the_smallest_numbers_have_the_least_token_scale() -> None:
+    """At 2^-116 no product of code word and scales is subnormal: no kernel can flush one."""
+    sizes = [2.0**-133, 2.0**-126, 2.0**-117, 2688 * 2.0**-116, 2704 * 2.0**-116]
+    x = torch.tensor(sizes)[:, None].repeat(1, 32).bfloat16()
+    check(x)
+    layout = layout_of(32, 16, SLOTS, 1, (Site.FC1,))
+    place = place_of(layout, 5, 1)
+    ids = torch.zeros(5, SLOTS, dtype=torch.int32, device=DEVICE)
+    quantize_tokens(x.to(DEVICE), ids, torch.empty_like(x).to(DEVICE), place)
+    token_scale = layout.site(place.rows_MB.cpu(), Site.FC1, 1).token_scale
+    assert token_scale is not None
+    assert token_scale[:, 0].tolist() == [2.0**-116] * 4 + [2.0**-115]
+
+
 def test_a_width_that_the_gemm_cannot_take_apart_is_refused() -> None:
     x = usual_bf16(2, 48, 6)
     ids = torch.zeros(2, SLOTS, dtype=torch.int32)
