@@ -170,7 +170,7 @@ def _place(
 def _check_tokens(record: TrajectoryRecords, tokens_P: Tensor) -> None:
     ours = tokens_P[record.start :]
     count = min(len(ours), len(record.tokens))
-    theirs = record.tokens[:count].to(torch.int64)
+    theirs = record.tokens[:count]
     differs = (ours[:count] != theirs) & (theirs >= 0)  # -1: no engine told the token
     if bool(differs.any()):
         place = int(differs.nonzero()[0])

@@ -70,7 +70,7 @@ class Placement:
         starts = [
             int(start) for start in (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded)
         ]
-        if min(lengths, default=0) < 0 or len(starts) != len(lengths) + 1:
+        if any(length < 0 for length in lengths) or len(starts) != len(lengths) + 1:
             raise PlacementError(
                 f"cu_seqlens {list(map(int, cu_seqlens))} and {starts} do not describe the same "
                 "sequences: pass ascending lists of equal length."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bridge.client import TokenMismatch
 from bridge.errors import WeightVersionMismatch
@@ -175,17 +177,22 @@ class TestPlacing:
         assert not (found.forward_state == MISSING).any()
 
     def test_there_is_a_record_or_none_for_every_sequence(self) -> None:
-        with pytest.raises(SequenceCountMismatch, match=r"1 records .* 2 sequences: pass one for"):
+        sentence = (
+            "1 records were passed for 2 sequences: pass one for each sequence, None where nothing "
+            "was recorded, and pad_sequence=True if the last sequence of cu_seqlens is padding."
+        )
+        with pytest.raises(SequenceCountMismatch, match=f"^{re.escape(sentence)}$"):
             placed([None], packed([5], [6]))
 
 
 class TestTokens:
     def test_another_token_is_named_with_its_trajectory_and_position(self) -> None:
         one = record([7, 8, 4], 10, start=1, length=4)
-        with pytest.raises(
-            TokenMismatch,
-            match=r"'t' has token 8 at position 2, the trainer has 9: pass .* as the rollout saw",
-        ):
+        sentence = (
+            "Trajectory 't' has token 8 at position 2, the trainer has 9: pass the sequences in "
+            "the order of the records, tokenized as the rollout saw them."
+        )
+        with pytest.raises(TokenMismatch, match=f"^{re.escape(sentence)}$"):
             placed([one], packed([5, 7, 9, 4]))
 
     def test_a_token_that_nobody_told_matches_any_and_zero_matches_zero_alone(self) -> None:
@@ -212,6 +219,7 @@ class TestVersions:
         [
             ("3", 0, "3", True),
             ("3", 0, "2", False),
+            ("3", 0, "03", True),
             ("3", 1, "2", True),
             ("3", 1, "1", False),
             ("3", 2, "1", True),
@@ -321,7 +329,26 @@ class TestPlacement:
 
     def test_lengths_behind_the_tokens_are_refused_and_before_their_end_are_not(self) -> None:
         with pytest.raises(PlacementError, match="end at 6 but there are 5 tokens: pass the tok"):
-            Placement.packed(torch.zeros(5), [0, 6], None)
+            Placement.packed(torch.zeros(5), [0, 2, 4, 6], None)
         assert len(Placement.packed(torch.zeros(5), [0, 5], None).sequences) == 1
         assert len(Placement.packed(torch.zeros(5), [0, 4], None).sequences) == 1
         assert Placement.packed(torch.zeros(5), [0], None).sequences == ()
+
+    def test_tokens_of_a_gpu_are_placed_on_the_cpu(self) -> None:
+        """Fake tensors say where they would be."""
+        with FakeTensorMode():
+            tokens = torch.zeros(2, 3, dtype=torch.int32, device="cuda")
+            assert tokens.device.type == "cuda"
+            assert Placement.padded(tokens, [1, 2]).tokens.device.type == "cpu"
+            assert Placement.packed(tokens, [0, 6], None).tokens.device.type == "cpu"
+
+    def test_the_form_is_kept(self) -> None:
+        padded = Placement.padded(torch.zeros(2, 3), None)
+        assert (padded.batch, padded.is_packed) == (2, False)
+        packed = Placement.packed(torch.zeros(5), [0, 2, 5], None)
+        assert (packed.batch, packed.is_packed) == (1, True)
+
+    def test_the_last_sequence_may_be_padding(self) -> None:
+        found = Placement.packed(torch.arange(5), [0, 2, 5], None).without_last()
+        assert [places.tolist() for places in found.sequences] == [[0, 1]]
+        assert found.tokens.tolist() == [0, 1, 2, 3, 4]

@@ -7,8 +7,36 @@ from __future__ import annotations
 
 from tests.mutation.mutants import Mutant
 
+_COUNTED = "Both lists were compared in length before."
+_NAME_OF_ENCODING = "Python takes both spellings of the encoding."
+
 # path -> changed line -> why nothing computes otherwise
-REASONS: dict[str, dict[str, str]] = {}
+REASONS: dict[str, dict[str, str]] = {
+    "bridge/answers.py": {
+        'names = np.array([*records.engine_ids, "XXXX"])': "It stands where both have no engine.",
+    },
+    "bridge/homes.py": {
+        'return xxh3_64_intdigest(trajectory.encode("UTF-8", "surrogatepass")) % bridges': (
+            _NAME_OF_ENCODING
+        ),
+    },
+    "bridge/store/row_sums.py": {
+        "row_bytes = row_bytes or rows.nbytes or 2": "The step of a range over no bytes.",
+    },
+    "megatron_trace/placed_rows.py": {
+        "for record, places_P in zip(records, placement.sequences, strict=None):": _COUNTED,
+        "for record, places_P in zip(records, placement.sequences, strict=False):": _COUNTED,
+        "for record, places_P in zip(records, placement.sequences, ):": _COUNTED,
+        "accepted = accepts[record.weight_version_index.to(None)]": (
+            "Our release of torch takes int32 indices too; older ones need int64."
+        ),
+    },
+    "megatron_trace/sequences.py": {
+        "for start, length in zip(starts[:-1], lengths, strict=None)": _COUNTED,
+        "for start, length in zip(starts[:-1], lengths, strict=False)": _COUNTED,
+        "for start, length in zip(starts[:-1], lengths, )": _COUNTED,
+    },
+}
 
 
 def reason(path: str, mutant: Mutant) -> str:
