@@ -4,7 +4,7 @@ BIN := .venv/bin
 # The demo's and tests' matrices are tiny: a second thread costs more in waiting than it computes.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo matrix unchanged faults test setup lint unit clean
+.PHONY: demo matrix unchanged faults mutate test setup lint unit clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -24,6 +24,10 @@ unchanged: setup  ## compare the released and the patched upstreams with everyth
 
 faults: setup  ## the bridge's fault table, every fault 100 times (half an hour); writes out/faults.json
 	$(BIN)/python -m tests.faults.table --json out/faults.json
+
+mutate: setup  ## mutations of the arithmetic, layout and joining, and whether tests notice; writes out/mutation.json
+	$(BIN)/python -m pip install -q --no-deps -r requirements/mutation.txt
+	nice -n 15 $(BIN)/python -m tests.mutation.run --json out/mutation.json
 
 test: lint  ## lint, types and every test that runs without a GPU
 	$(BIN)/python -m pytest
