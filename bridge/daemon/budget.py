@@ -1,9 +1,9 @@
 """How much memory all clients together may make the daemon hold besides records and their index.
 
 Records and index take what `bridge.store.payloads.room_of` says; the rest of the memory limit is
-here, for all clients together: answers that they have not read, questions that wait for that, and
-memory that they lend and that the daemon has touched. Every client can have a little of it, however
-much the others hold.
+here, for all clients together. With a large limit some more is taken, because the process itself is
+small beside it: all in all 1.25 times the limit. Every client can have a little, however much the
+others hold.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ _LEAST_BYTES = 1 << 20
 _LEAST_SHARE = 64 << 10
 _MOST_LEAST_SHARE = 1 << 20
 # A client alone gets this part of the whole at most, so that those that come next find some.
-_PARTS = 4
+_PARTS = 2
+_PROCESS_BYTES = 96 << 20
+_MOST_ANSWERS = 192 << 20
 _MOST_LENT = 1 << 30
 _MOST_TURN = 64 << 20
 _ENGINE_MESSAGE_BYTES = 4 << 20
@@ -32,12 +34,14 @@ class Budget:
     answers    of all answers that are not sent yet
     questions  of all questions that wait
     lent       of memory of clients that the daemon has touched and maps
+    mapped     of the store's files that the daemon has read and maps
     turn       of messages that are received before they are stored
     """
 
     answers: int
     questions: int
     lent: int
+    mapped: int
     turn: int
 
     @classmethod
@@ -45,11 +49,13 @@ class Budget:
         """Return what a memory limit leaves; 0 is none, so that the default one counts."""
         limit = memory_limit or _DEFAULT_LIMIT
         transit = max(_LEAST_BYTES, limit - room_of(limit))
+        spare = max(0, limit // 4 - _PROCESS_BYTES)
         return cls(
-            answers=transit,
-            questions=transit // 4,
-            lent=max(transit, min(limit // 8, _MOST_LENT)),
-            turn=min(transit // 2, _MOST_TURN),
+            answers=min(transit * 3 // 8 + spare // 4, _MOST_ANSWERS),
+            questions=transit // 8,
+            lent=min(transit // 4 + spare // 4, _MOST_LENT),
+            mapped=transit // 8 + spare // 4,
+            turn=min(transit // 4 + spare // 8, _MOST_TURN),
         )
 
     @property

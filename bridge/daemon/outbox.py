@@ -90,7 +90,8 @@ class Outbox:
         least = self._budget.least_share
         if room >= least:
             return room
-        return least if not queued and self.nbytes <= 2 * self._budget.answers else 0
+        # No more than ZeroMQ takes for the connection: nobody waits for those that do not read.
+        return 0 if queued else least
 
     def look(self) -> None:
         """Find out what has been sent."""

@@ -14,6 +14,7 @@ from bridge.daemon.flow import Flow
 from bridge.daemon.gather import Gather
 from bridge.daemon.guard import Guard
 from bridge.daemon.ingest import Ingest, Ingested
+from bridge.daemon.mapped import MappedFiles
 from bridge.daemon.monitor import Monitor
 from bridge.daemon.outbox import Outbox
 from bridge.daemon.queries import Census
@@ -107,6 +108,7 @@ class Daemon:
         self._ingest = Ingest(store, catalog, self._flow, self._outbox.tell)
         self._fetching = Fetching(catalog, gather)
         self._regions = Regions(budget.lent)
+        self._mapped = MappedFiles(budget.mapped)
         self._retention = Retention(store, catalog, policy or Policy())
         self._census = Census(
             store,
@@ -132,6 +134,7 @@ class Daemon:
             self.monitor.look()
             self._retention.look()
             self._regions.look()
+            self._mapped.look(self._regions.nbytes)
             self._checkpoints.look(quiet=not has_news)
         self._checkpoints.finish()
 

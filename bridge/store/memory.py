@@ -18,7 +18,7 @@ from bridge.store.disk import DiskStore
 from bridge.store.payloads import Payloads, cost, room_of
 from bridge.wire.envelope import Buffer
 
-_SPILL_BYTES = 32 << 20
+_MOST_SPILLED = 32 << 20  # at a time; LMDB holds them once more until they are written
 
 
 class MemoryStore:
@@ -32,6 +32,7 @@ class MemoryStore:
         self._payloads = Payloads()
         self._row_bytes: dict[int, int] = {}
         self._spill = spill
+        self._spill_bytes = min(_MOST_SPILLED, limit_bytes // 64)
 
     def append(self, entries: Sequence[Entry]) -> list[int]:
         """Hold all entries or raise StoreFull."""
@@ -124,7 +125,7 @@ class MemoryStore:
 
     def _spill_oldest(self, disk: DiskStore, least: int) -> None:
         """Move the oldest payloads to disk, ``least`` bytes or some more; StoreFull moves none."""
-        batch = self._oldest(max(least, _SPILL_BYTES))
+        batch = self._oldest(max(least, self._spill_bytes))
         try:
             disk.write(batch)
         except StoreFull:

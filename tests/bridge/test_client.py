@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from bridge.client import TokenMismatch, TraceClient
 from bridge.connection import Connection
 from bridge.daemon.fetching import Fetching
+from bridge.embedded import EmbeddedBridge
 from bridge.errors import BridgeUnreachable, UnknownTrajectory
 from bridge.layout import LayoutError, Part, RecordLayout, Site
 from bridge.paging import Paging
@@ -381,10 +384,15 @@ def test_a_client_whose_connection_was_given_up_says_so_and_goes_on(endpoint: st
         client.ping()
 
 
-def test_a_client_goes_on_after_a_timeout(client: TraceClient) -> None:
-    with pytest.raises(BridgeUnreachable):
-        client.fetch("t", timeout_s=1e-9)
-    client.ping()
+def test_a_client_goes_on_after_a_timeout(start_process: Callable[..., EmbeddedBridge]) -> None:
+    bridge = start_process()
+    with TraceClient(bridge.endpoint) as client:
+        client.ping()
+        os.kill(bridge.process.pid, signal.SIGSTOP)
+        with pytest.raises(BridgeUnreachable):
+            client.fetch("t", timeout_s=0.1)
+        os.kill(bridge.process.pid, signal.SIGCONT)
+        client.ping()
 
 
 @pytest.mark.usefixtures("recorded")
