@@ -12,8 +12,8 @@ class InvalidName(TraceError):
 def trajectory_of(rid: str) -> str:
     """Return the trajectory that the request `rid` belongs to: the text before the first '#'.
 
-    Several turns, retries and resumed requests share one trajectory by sharing that text:
-    "traj-7", "traj-7#turn2" and "traj-7#retry1" all belong to "traj-7".
+    The turns of one trajectory share that text: "traj-7", "traj-7#2" and "traj-7#turn3" all belong
+    to "traj-7".
 
     Raises:
         InvalidName: if nothing stands before the first '#'.

@@ -8,7 +8,7 @@ Shape legend: n rows of a forward pass, T positions of a request, B bytes of a r
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -31,17 +31,18 @@ from sglang_trace.host_copy import made
 from sglang_trace.kv_reader import KVReader, global_scales
 from sglang_trace.ledger import NO_ROW, Ledger, Span
 from sglang_trace.moe_method import moe_layers
-from sglang_trace.names import client_trajectory
+from sglang_trace.rollouts import Rollout, Rollouts
 from sglang_trace.row_block import Gathered, RowBlock
 from sglang_trace.row_homes import RowHomes
 from sglang_trace.shipper import Shipper
 from sglang_trace.staging import Staging
+from sglang_trace.unrecorded import Unrecorded, reason_at_end
 from sglang_trace.versions import WeightVersions
+from sglang_trace.weight_digest import digest_of_model, one_of_all_ranks
 
 if TYPE_CHECKING:
     from sglang_trace.kv_gather import KVGather
 
-BAD_REQUEST = 400
 DIGESTS_PER_MESSAGE = 8192
 DIGEST_THREADS = 8
 # How long a full bridge is waited for: a trainer makes room when its step ends.
@@ -70,6 +71,7 @@ class Capture:
         bridges: int = 1,
         *,
         tells: bool = True,
+        agree: Callable[[str], str] = str,
     ) -> None:
         self._model = model
         self._layout = layout
@@ -79,7 +81,13 @@ class Capture:
         self._shipper = shipper
         self._homes = RowHomes(bridges)
         self._tells = tells
+        # Makes one digest of those of all ranks.
+        self._agree = agree
+        self._rollouts = Rollouts(bridges)
+        self._unrecorded = Unrecorded()
         self._versions = WeightVersions()
+        # Whether the weights in use are whole and have no digest yet.
+        self._unsealed = False
         self._block = RowBlock.on(staging.rows_MB.device, layout.row_bytes(Part.FORWARD))
         # Of every expert matrix, under its Hugging Face name.
         self._digests: dict[str, str] = {}
@@ -90,9 +98,10 @@ class Capture:
 
     def forward(self, batch: Any) -> None:
         """Record the forward pass that has just been launched."""
-        spans = self._homes.assigned(spans_of(batch))
+        spans = spans_of(batch, self._rollouts)
         count = sum(span.length for span in spans)
         if count:
+            self._seal()
             # Whatever follows the requests' own tokens is padding.
             first = self._ledger.record(batch.out_cache_loc[:count], spans)
             if self._layout.row_bytes(Part.FORWARD):
@@ -136,37 +145,63 @@ class Capture:
         Its slots are gone; what it computed last has forward records and no K and V.
         """
         tokens = [*req.origin_input_ids, *req.output_ids]
-        rows_T = self._ledger.own_rows(req.rid, len(tokens))
-        computed = self._ledger.forget(req.rid)
-        trajectory = recorded_trajectory(req)
-        if trajectory is not None and (computed or req.retraction_count):
-            self._put_trajectory(trajectory, tokens, rows_T, TrajectoryState.ABORTED)
+        rollout = self._rollouts.of(req)
+        rows_T = self._ledger.own_rows(rollout.number, len(tokens))
+        computed = self._ledger.forget(rollout.number)
+        if (computed or req.retraction_count) and self._is_recorded(req, rollout):
+            self._put_trajectory(req, rollout, tokens, rows_T, TrajectoryState.ABORTED)
 
     def _tell(self, req: Any, output_ids: Any, slots: Tensor, state: TrajectoryState) -> None:
         """Send due K and V and the trajectory; the last token has not been consumed."""
-        trajectory = recorded_trajectory(req)
-        if trajectory is not None:
+        rollout = self._rollouts.of(req)
+        if self._is_recorded(req, rollout):
             tokens = [*req.origin_input_ids, *output_ids]
-            slots_T = slots[: len(tokens) - 1].long()
-            rows_T = self._ledger.read(req.rid, slots_T)
+            slots_T = slots[: max(0, len(tokens) - 1)].long()
+            rows_T = self._ledger.read(rollout.number, slots_T)
             if self._kv is not None:
                 due_T = self._ledger.take_due_kv(rows_T, slots_T)
                 for event in self._kv.events(rows_T, slots_T, due_T, self._versions):
                     self._shipper.put(event)
-            self._put_trajectory(trajectory, tokens, F.pad(rows_T, (0, 1), value=NO_ROW), state)
-        self._ledger.forget(req.rid)
+            self._put_trajectory(
+                req, rollout, tokens, F.pad(rows_T, (0, 1), value=NO_ROW)[: len(tokens)], state
+            )
+        self._ledger.forget(rollout.number)
+
+    def _is_recorded(self, req: Any, rollout: Rollout) -> bool:
+        """Whether a request that ends or pauses is a trajectory; says so if a client's is not."""
+        reason = rollout.reason or reason_at_end(req)
+        if reason is not None and self._tells:
+            self._unrecorded.count(req.rid, reason)
+        return reason is None and rollout.trajectory is not None
 
     def _put_trajectory(
-        self, trajectory: str, tokens: list[int], rows_T: Tensor, state: TrajectoryState
+        self,
+        req: Any,
+        rollout: Rollout,
+        tokens: list[int],
+        rows_T: Tensor,
+        state: TrajectoryState,
     ) -> None:
         self._ship(self._block.take())
-        if not self._tells:
-            return
         # Twice as fast as from a list, and prompts are long.
-        tokens_T = torch.frombuffer(array("i", tokens), dtype=torch.int32)
-        nbytes = tokens_T.nbytes + rows_T.nbytes
+        packed = array("i", tokens)
+        sampled = len(tokens) > len(req.origin_input_ids)
+        self._rollouts.sent(rollout, packed.tobytes(), len(tokens), sampled=sampled)
+        if not self._tells or not tokens:
+            return
+        assert rollout.trajectory is not None
+        tokens_T = torch.frombuffer(packed, dtype=torch.int32)
         self._shipper.put(
-            TrajectoryEvent(trajectory, tokens_T, rows_T, state, nbytes, made(rows_T))
+            TrajectoryEvent(
+                rollout.trajectory,
+                tokens_T,
+                rows_T,
+                state,
+                tokens_T.nbytes + rows_T.nbytes,
+                made(rows_T),
+                rollout.number,
+                rollout.continues,
+            )
         )
 
     # --- weights
@@ -175,15 +210,21 @@ class Capture:
         """Some of an update's weights were loaded: rows from here on belong to no named weights."""
         self._ship(self._block.take())
         self._versions.enter(None, self._ledger.next_row)
+        self._unsealed = False
 
     def weights_changed(self, version: str | None) -> None:
         """Weights were loaded or renamed: rows from here on belong to them; send their digests.
 
-        `version` is their new name, None if they have none of their own.
+        `version` is their new name, None if they have none of their own. The digest of all weights
+        together waits for the first row, because an update may come in many requests.
         """
         self._ship(self._block.take())
         label = self._versions.enter(version, self._ledger.next_row)
+        self._unsealed = True
         self._digests |= changed_digests(self._model)
+        if self._ledger.next_row == 0:
+            # Nobody waits yet.
+            self._seal()
         if not self._tells:
             return
         for names in batched(self._digests, DIGESTS_PER_MESSAGE):
@@ -191,8 +232,15 @@ class Capture:
             nbytes = sum(len(name) + len(value) for name, value in piece.items())
             self._shipper.put(DigestsEvent(label, piece, nbytes))
 
+    def _seal(self) -> None:
+        """Find the digest of all weights if they are new; ranks come here at the same pass."""
+        if self._unsealed:
+            self._unsealed = False
+            self._versions.seal(self._agree(digest_of_model(self._model, self._digests)))
+
     def close(self) -> None:
         """Send what is left and end the shipper."""
+        self._unrecorded.summarize()
         self._ship(self._block.take())
         self._shipper.close()
 
@@ -218,22 +266,10 @@ def changed_digests(model: torch.nn.Module) -> dict[str, str]:
         return dict(zip(changed, found, strict=True))
 
 
-def recorded_trajectory(req: Any) -> str | None:
-    """Return the trajectory that a request extends, None if it is not recorded.
-
-    SGLang replaces the prompt of a request that it refuses as invalid by one token, and the rows of
-    a beam search belong to no single request: neither is a trajectory.
-    """
-    reason = req.finished_reason or req.to_finish
-    # Earlier releases know no beam search.
-    beams = getattr(req, "beam_group", None)
-    if getattr(reason, "status_code", None) == BAD_REQUEST or beams is not None:
-        return None
-    return client_trajectory(req.rid)
-
-
-def spans_of(batch: Any) -> list[Span]:
+def spans_of(batch: Any, rollouts: Rollouts) -> list[Span]:
     """Return which positions of which requests a forward pass computes, in row order.
+
+    `batch.trace_requests` are SGLang's requests, as `hooks.on_batch` has left them.
 
     Raises:
         ForwardNotUnderstood: for a pass that is neither prefill nor decode.
@@ -241,7 +277,7 @@ def spans_of(batch: Any) -> list[Span]:
     if batch.forward_mode.is_idle():
         return []
     if batch.forward_mode.is_decode():
-        lengths = [1] * len(batch.rids)
+        lengths = [1] * len(batch.trace_requests)
         positions = [length - 1 for length in batch.seq_lens_cpu.tolist()]
     elif batch.forward_mode.is_extend_without_speculative():
         positions, lengths = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
@@ -250,9 +286,10 @@ def spans_of(batch: Any) -> list[Span]:
             f"A forward pass of mode {batch.forward_mode.name} is not captured: "
             "switch the feature that makes it off, or leave --trace-capture off."
         )
+    of_requests = [rollouts.of(req) for req in batch.trace_requests]
     return [
-        Span(rid, position, length)
-        for rid, position, length in zip(batch.rids, positions, lengths, strict=True)
+        Span(rollout.number, position, length, rollout.home)
+        for rollout, position, length in zip(of_requests, positions, lengths, strict=True)
     ]
 
 
@@ -312,4 +349,5 @@ def start(model_runner: Any, config: TraceConfig, layout: RecordLayout, max_rows
         ),
         len(endpoints),
         tells=rank == 0,
+        agree=one_of_all_ranks(ranks.cpu_group) if ranks.world_size > 1 else str,
     )

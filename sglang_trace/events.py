@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bridge.layout import Part
 from bridge.wire import TrajectoryState
+from sglang_trace.versions import Weights
 
 if TYPE_CHECKING:
     # Triton, which a host without a GPU does not need.
@@ -29,7 +30,7 @@ class RowsEvent:
 
     part: Part
     rows_n: Tensor
-    weight_version: str
+    weights: Weights
     encode: Callable[[], Tensor]
     nbytes: int
     made: torch.cuda.Event | None = None
@@ -39,13 +40,12 @@ class RowsEvent:
 class DueRowsEvent:
     """K and V records gathered on a GPU, which alone knows how many they are.
 
-    They are there once `made` has happened. `split` sorts row numbers int64 [n] by the label of
-    their weights; it is called on the shipper's thread, and what it says of a computed row never
-    changes.
+    They are there once `made` has happened. `split` sorts row numbers int64 [n] by their
+    weights; it is called on the shipper's thread, and what it says of a computed row never changes.
     """
 
     due: DueRows
-    split: Callable[[Tensor], Iterable[tuple[str, Tensor]]]
+    split: Callable[[Tensor], Iterable[tuple[Weights, Tensor]]]
     nbytes: int
     made: torch.cuda.Event | None
 
@@ -68,7 +68,8 @@ class GivenUpEvent:
 class TrajectoryEvent:
     """Tokens int32 [T] of a trajectory from position 0 and the row int64 [T] that consumed each.
 
-    The rows may lie on a GPU, and are there once `made` has happened.
+    The rows may lie on a GPU, and are there once `made` has happened. `rollout` and `continues` are
+    the number and the kind of the request (`sglang_trace.rollouts`).
     """
 
     trajectory: str
@@ -77,6 +78,8 @@ class TrajectoryEvent:
     state: TrajectoryState
     nbytes: int
     made: torch.cuda.Event | None = None
+    rollout: int = 0
+    continues: bool = False
 
 
 @dataclass(frozen=True)

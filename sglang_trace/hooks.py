@@ -63,6 +63,42 @@ def on_warm_up(request: dict[str, Any]) -> None:
         request["rid"] = WARM_UP
 
 
+def on_names(request: Any) -> None:
+    """The tokenizer has normalized a client's request: refuse ids that no record can have.
+
+    Raises:
+        NameRefused: a ValueError, which SGLang answers with status 400.
+    """
+    if _captures():
+        from sglang_trace import names
+
+        names.check_names(request)
+
+
+def name_prefix(request: Any) -> str:
+    """Return the id of the request that fills the prefix cache for n samples: no trajectory."""
+    if _captures():
+        from sglang_trace import names
+
+        request.rid = names.warm_up_name()
+    return str(request.rid)
+
+
+def name_sample(sample: Any, request: Any, number: int) -> str:
+    """Return the id of output `number` of a request with n > 1, which is to be `sample`'s."""
+    if _captures():
+        from sglang_trace import names
+
+        sample.rid = names.name_of_sample(request, number)
+    return str(sample.rid)
+
+
+def on_batch(forward_batch: Any, requests: Any) -> None:
+    """A forward batch is made of these requests, in the order of its rows."""
+    if _capture is not None:
+        forward_batch.trace_requests = list(requests)
+
+
 def on_pool_ready(model_runner: Any) -> None:
     """A scheduler has loaded its model and allocated its KV pool: begin to capture."""
     global _capture
@@ -118,6 +154,12 @@ def on_request(scheduler: Any, request: Any, reply: Any) -> None:
             _capture.weights_changing()
         else:
             _capture.weights_changed(version)
+
+
+def _captures() -> bool:
+    from sglang_trace.config import TraceConfig
+
+    return TraceConfig.from_environment() is not None
 
 
 def _slots(req: Any, req_to_token_pool: Any) -> Tensor | None:

@@ -47,11 +47,11 @@ class KVReader:
         Must end before the slots are given back.
         """
         rows_n, slots_n = rows_T[due_T], slots_T[due_T]
-        for label, mask_n in versions.split(rows_n):
+        for weights, mask_n in versions.split(rows_n):
             pieces = self.gather(slots_n[mask_n])
             nbytes = sum(piece.packed.nbytes + piece.scales.nbytes for piece in pieces)
             encode = partial(self.encode, pieces)
-            yield RowsEvent(Part.KV, rows_n[mask_n], label, encode, nbytes)
+            yield RowsEvent(Part.KV, rows_n[mask_n], weights, encode, nbytes)
 
     def gather(self, slots_n: Tensor) -> list[RawKV]:
         """Copy codes and scales of these slots; must run before the slots are given back."""

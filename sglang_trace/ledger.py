@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,12 +36,14 @@ PADDING_SLOT = 0
 
 @dataclass(frozen=True)
 class Span:
-    """`length` consecutive positions of request `rid` from `position` on.
+    """`length` consecutive positions of a request from `position` on.
 
-    `home` is the bridge that their rows go to, which is part of a row's number (`bridge.homes`).
+    `request` tells it from all others of the engine, which its `rid` does not: the number of its
+    `Rollout`. `home` is the bridge that the rows go to, which is part of a row's number
+    (`bridge.homes`).
     """
 
-    rid: str
+    request: Hashable
     position: int
     length: int
     home: int = 0
@@ -54,7 +57,7 @@ class Ledger:
         self._row_of_slot = torch.full((num_slots,), NO_ROW, dtype=torch.int64, device=device)
         self._kv_sent = torch.zeros(num_slots, dtype=torch.bool, device=device)
         # (position, first row, length) after each other, as int64: as long as the reply.
-        self._own: defaultdict[str, array[int]] = defaultdict(lambda: array("q"))
+        self._own: defaultdict[Hashable, array[int]] = defaultdict(lambda: array("q"))
 
     def record(self, slots_n: Tensor, spans: list[Span]) -> int:
         """Number the rows of a forward pass that filled `slots_n`; returns the first one's count.
@@ -73,17 +76,17 @@ class Ledger:
         # Not by assignment: that copies the number from the host, and waits.
         self._kv_sent.index_fill_(0, slots_n, False)
         for span in spans:
-            self._own[span.rid].extend((span.position, row_number(row, span.home), span.length))
+            self._own[span.request].extend((span.position, row_number(row, span.home), span.length))
             row += span.length
         return first
 
-    def read(self, rid: str, slots_T: Tensor) -> Tensor:
+    def read(self, request: Hashable, slots_T: Tensor) -> Tensor:
         """Return the rows of positions 0 to T of a request whose slots are `slots_T`: int64 [T].
 
         NO_ROW where none was recorded. They lie where the slots lie, and a GPU is not waited for.
         """
         slot_rows_T = self._row_of_slot[slots_T]
-        own_T = self.own_rows(rid, len(slots_T))
+        own_T = self.own_rows(request, len(slots_T))
         if slots_T.is_cuda:
             # Only from pinned memory does a copy not wait.
             own_T = own_T.pin_memory().to(slots_T.device, non_blocking=True)
@@ -99,11 +102,11 @@ class Ledger:
         self._kv_sent[slots_T] |= holds_T
         return due_T
 
-    def own_rows(self, rid: str, length: int) -> Tensor:
+    def own_rows(self, request: Hashable, length: int) -> Tensor:
         """Return the rows that a request computed itself at positions 0 to `length`: int64."""
         rows_T = np.full(length, NO_ROW)
         # An entry a decode step: all of them at once.
-        entries = np.array(self._own.get(rid, array("q")), dtype=np.int64)
+        entries = np.array(self._own.get(request, array("q")), dtype=np.int64)
         position, first, count = entries.reshape(-1, 3).T
         within = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
         positions, rows = (np.repeat(start, count) + within for start in (position, first))
@@ -111,9 +114,9 @@ class Ledger:
         rows_T[positions[asked]] = rows[asked]
         return torch.from_numpy(rows_T)
 
-    def forget(self, rid: str) -> bool:
+    def forget(self, request: Hashable) -> bool:
         """Drop a request's own rows: it finished, aborted or was retracted. True if it had any."""
-        return self._own.pop(rid, None) is not None
+        return self._own.pop(request, None) is not None
 
 
 def _home_bits(spans: list[Span], rows: int, device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ from patches.live import require_live_hooks
 from sglang_trace import upstream
 
 # Hooks that are called in the process that serves HTTP, and in every process.
-SERVER_HOOKS = ("on_warm_up",)
+SERVER_HOOKS = ("on_warm_up", "on_names", "name_prefix", "name_sample")
 COMMON_HOOKS = ("on_import",)
 
 

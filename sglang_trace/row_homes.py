@@ -9,15 +9,13 @@ Shape legend: n rows.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
 
-from bridge.homes import home_of, row_number
+from bridge.homes import row_number
 from sglang_trace.ledger import Span
-from sglang_trace.names import client_trajectory
 
 
 class RowHomes:
@@ -27,12 +25,6 @@ class RowHomes:
         self._bridges = bridges
         # (count of the first row behind it, home) of every span that has not been shipped whole.
         self._spans: deque[tuple[int, int]] = deque()
-
-    def assigned(self, spans: list[Span]) -> list[Span]:
-        """Return the spans of a forward pass with their homes."""
-        if self._bridges == 1:
-            return spans
-        return [replace(span, home=self._home(span.rid)) for span in spans]
 
     def keep(self, first: int, spans: list[Span]) -> None:
         """Note that the rows of these spans, counted from `first`, are still to be shipped."""
@@ -53,8 +45,3 @@ class RowHomes:
             if stop <= end:
                 self._spans.popleft()
         return rows_n
-
-    def _home(self, rid: str) -> int:
-        # The server's own requests are no trajectories; their rows are referred to by nobody.
-        trajectory = client_trajectory(rid)
-        return 0 if trajectory is None else home_of(trajectory, self._bridges)

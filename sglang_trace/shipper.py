@@ -168,11 +168,18 @@ class Shipper:
             case RowsEvent():
                 # On a CPU `encode` has made these bytes for this call alone; from a GPU they come
                 # through pinned memory that the next piece overwrites.
-                reused, version, first = event.made is not None, event.weight_version, 0
+                reused, first = event.made is not None, 0
                 for rows_nB in self._host_copy.bring(event.encode(), event.made):
                     self._non_finite.refuse(event.part, rows_nB)
                     rows_n = event.rows_n[first : first + len(rows_nB)]
-                    producer.send_rows(event.part, rows_n, rows_nB, version, copy=reused)
+                    producer.send_rows(
+                        event.part,
+                        rows_n,
+                        rows_nB,
+                        event.weights.label,
+                        copy=reused,
+                        weights=event.weights.digest,
+                    )
                     first += len(rows_nB)
             case DueRowsEvent():
                 self._send_due(producer, event)
@@ -181,7 +188,15 @@ class Shipper:
                 producer.count_dropped(event.part, count)
             case TrajectoryEvent():
                 rows_T = self._host_copy.whole(event.rows_T, event.made)
-                producer.send_trajectory(event.trajectory, 0, event.tokens_T, rows_T, event.state)
+                producer.send_trajectory(
+                    event.trajectory,
+                    0,
+                    event.tokens_T,
+                    rows_T,
+                    event.state,
+                    rollout=event.rollout,
+                    continues=event.continues,
+                )
             case DigestsEvent():
                 producer.send_digests(event.weight_version, event.digests)
 
@@ -195,6 +210,7 @@ class Shipper:
         rows_n, first = self._host_copy.whole(due.rows_n[:count], event.made), 0
         for rows_mB in self._host_copy.bring(due.rows_nB[:count], event.made):
             rows_m = rows_n[first : first + len(rows_mB)]
-            for label, mask_m in event.split(rows_m):
-                producer.send_rows(Part.KV, rows_m[mask_m], rows_mB[mask_m], label)
+            for weights, mask_m in event.split(rows_m):
+                mine_m, label = rows_m[mask_m], weights.label
+                producer.send_rows(Part.KV, mine_m, rows_mB[mask_m], label, weights=weights.digest)
             first += len(rows_mB)

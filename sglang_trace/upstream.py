@@ -96,7 +96,7 @@ _EXPERTS = (
     Call(f"{_SRT}.distributed.parallel_state:get_tp_group()"),
     Attributes(
         f"{_SRT}.distributed.parallel_state:GroupCoordinator",
-        ("device_group", "rank_in_group", "world_size"),
+        ("cpu_group", "device_group", "rank_in_group", "world_size"),
     ),
     Override(_OUR_LOADER, f"{_MOE}.fused_moe_triton.layer:FusedMoE.weight_loader"),
     Call(f"{_SRT}.runtime_context:get_model()"),
@@ -200,10 +200,14 @@ _ATTENTION_BACKEND = (
 
 _REQUESTS = (
     Attributes(
+        f"{_MANAGERS}.io_struct:GenerateReqInput", ("rid", "batch_size", "parallel_sample_num")
+    ),
+    Attributes(
         f"{_MANAGERS}.schedule_batch:Req",
         (
             *("rid", "origin_input_ids", "output_ids", "output_ids_through_stop"),
             *("finished_reason", "to_finish", "retraction_count"),
+            *("input_embeds", "positional_embed_overrides", "multimodal_inputs"),
         ),
     ),
     Attributes(f"{_MANAGERS}.schedule_batch:Req", ("beam_group",), since="0.5.20"),
@@ -219,7 +223,7 @@ _FORWARDS = (
     Attributes(
         f"{_SRT}.model_executor.forward_batch_info:ForwardBatch",
         (
-            *("forward_mode", "out_cache_loc", "rids", "seq_lens_cpu"),
+            *("forward_mode", "out_cache_loc", "seq_lens_cpu"),
             *("extend_prefix_lens_cpu", "extend_seq_lens_cpu"),
         ),
     ),

@@ -6,6 +6,7 @@ Shape legend: n rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +14,18 @@ from torch import Tensor
 from bridge.homes import counts_of
 
 
+class Weights(NamedTuple):
+    """A label and the digest of the weights behind it, "" while that is not known.
+
+    The digest tells two weights of one label from each other (`weight_digest`).
+    """
+
+    label: str
+    digest: str = ""
+
+
 class WeightVersions:
-    """Labels of the weights in use, in the order of their first row.
+    """The weights in use, in the order of their first row.
 
     The label is SGLang's weight version. An update that names no new version changes the weights
     all the same, so it gets the label "VERSION+1", then "VERSION+2", unless no row was computed
@@ -23,14 +34,18 @@ class WeightVersions:
 
     def __init__(self) -> None:
         self._first_rows: list[int] = []
-        self._labels: list[str] = []
+        self._weights: list[Weights] = []
         self._version = ""
         self._unnamed = 0
 
     @property
-    def current(self) -> str:
-        """The label of the weights in use."""
-        return self._labels[-1]
+    def current(self) -> Weights:
+        """The weights in use."""
+        return self._weights[-1]
+
+    def seal(self, digest: str) -> None:
+        """Say what the digest of the weights in use is, before a row of theirs is sent."""
+        self._weights[-1] = Weights(self.current.label, digest)
 
     def enter(self, version: str | None, first_row: int) -> str:
         """Note that rows from `first_row` on are computed with updated weights; return the label.
@@ -38,25 +53,25 @@ class WeightVersions:
         `version` is what SGLang calls them, None if the update did not name them.
         """
         unused = bool(self._first_rows) and self._first_rows[-1] == first_row
-        if version not in (None, self._version) or not self._labels:
+        if version not in (None, self._version) or not self._weights:
             self._version, self._unnamed = version or "", 0
         elif not unused:
             self._unnamed += 1
         label = f"{self._version}+{self._unnamed}" if self._unnamed else self._version
         if unused:
-            self._labels[-1] = label
+            self._weights[-1] = Weights(label)
         else:
             self._first_rows.append(first_row)
-            self._labels.append(label)
+            self._weights.append(Weights(label))
         return label
 
-    def split(self, rows_n: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield (label, mask bool [n]) for every label that computed some of these rows.
+    def split(self, rows_n: Tensor) -> Iterator[tuple[Weights, Tensor]]:
+        """Yield (weights, mask bool [n]) for all weights that computed some of these rows.
 
-        They are row numbers on the host, which name a bridge too (`bridge.homes`). The label of a
-        computed row never changes, so another thread may ask.
+        They are row numbers on the host, which name a bridge too (`bridge.homes`). The weights of
+        a computed row never change, so another thread may ask.
         """
         counts_n = torch.from_numpy(counts_of(rows_n.numpy()))
         ages_n = torch.bucketize(counts_n, torch.tensor(self._first_rows), right=True) - 1
         for age in torch.unique(ages_n).tolist():
-            yield self._labels[age], ages_n == age
+            yield self._weights[age], ages_n == age

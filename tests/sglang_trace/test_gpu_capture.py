@@ -247,7 +247,7 @@ def test_decode_graphs_record_each_row_once_without_a_wait_and_no_padding() -> N
                 for target, source in zip(static[at], on_gpu[step][at], strict=True):
                     target.copy_(source)
             graph.replay()
-            batch = decode([], rids, [step + 1] * 3)
+            batch = decode([], ended, [step + 1] * 3)
             batch.out_cache_loc = slots_on_gpu[step]
             capture.forward(batch)
         for row, each in enumerate(ended):

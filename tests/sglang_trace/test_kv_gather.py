@@ -79,12 +79,13 @@ def on_device(batch: Any) -> Any:
 def run_to_the_end(capture: Capture, shipper: Shipper, first: str = "a", second: str = "b") -> None:
     """Two requests that share a prefix; weights change while the second one runs."""
     shared = [7, 3, 9, 12]
-    capture.forward(on_device(extend(shared, (first, 0, 4))))
-    capture.forward(on_device(extend([5, 6], (second, 4, 2))))
-    capture.finish(request(first, [1, 2, 3, 4], [5]), table(shared))
+    one, other = request(first, [1, 2, 3, 4], [5]), request(second, [1, 2, 3, 4, 6, 7], [8, 9])
+    capture.forward(on_device(extend(shared, (one, 0, 4))))
+    capture.forward(on_device(extend([5, 6], (other, 4, 2))))
+    capture.finish(one, table(shared))
     capture.weights_changed("v1")
-    capture.forward(on_device(decode([20], [second], [7])))
-    capture.finish(request(second, [1, 2, 3, 4, 6, 7], [8, 9]), table([*shared, 5, 6, 20]))
+    capture.forward(on_device(decode([20], [other], [7])))
+    capture.finish(other, table([*shared, 5, 6, 20]))
     capture.close()
     shipper.check()
 
@@ -178,11 +179,12 @@ def test_rows_given_up_are_counted_without_having_been_copied(
     monkeypatch.setattr(shipper, "_send", held_back)
     monkeypatch.setattr(shipper, "put", put_when_the_first_is_taken)
     capture = capture_with(KVGather(LAYOUT, pool), shipper)
-    capture.forward(on_device(extend([7, 3, 9, 12], ("a", 0, 4))))
+    a, b = request("a", [1, 2, 3, 4], [5]), request("b", [1, 2, 3], [5])
+    capture.forward(on_device(extend([7, 3, 9, 12], (a, 0, 4))))
     # The digests of a model without experts are nothing, so the queue is empty until here.
-    capture.finish(request("a", [1, 2, 3, 4], [5]), table([7, 3, 9, 12]))
-    capture.forward(on_device(extend([20, 21, 22], ("b", 0, 3))))
-    capture.finish(request("b", [1, 2, 3], [5]), table([20, 21, 22]))
+    capture.finish(a, table([7, 3, 9, 12]))
+    capture.forward(on_device(extend([20, 21, 22], (b, 0, 3))))
+    capture.finish(b, table([20, 21, 22]))
     gate.set()
     capture.close()
     shipper.check()
@@ -202,14 +204,15 @@ def test_without_keys_and_values_nothing_reads_the_pool() -> None:
 def test_a_finish_on_a_gpu_waits_for_nothing(bridge: str, pool: Any) -> None:
     shipper = shipper_to(bridge)
     capture = capture_with(kv_source(LAYOUT, pool, "cuda"), shipper)
-    passes = [on_device(extend([30, 31], (name, 0, 2))) for name in ("warm-up", "c")]
+    first, second = (request(name, [1, 2], [3]) for name in ("warm-up", "c"))
+    passes = [on_device(extend([30, 31], (each, 0, 2))) for each in (first, second)]
     slots = table([30, 31])
     # Kernels are compiled by the first request.
     capture.forward(passes[0])
-    capture.finish(request("warm-up", [1, 2], [3]), slots)
+    capture.finish(first, slots)
     with nothing_waits():
         capture.forward(passes[1])
-        capture.finish(request("c", [1, 2], [3]), slots)
+        capture.finish(second, slots)
     capture.close()
     shipper.check()
     with TraceClient(bridge) as client:

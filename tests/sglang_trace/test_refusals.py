@@ -140,10 +140,11 @@ def test_a_forward_pass_of_speculation_would_not_be_recorded_even_so() -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     from sglang_trace.capture import ForwardNotUnderstood, spans_of
+    from sglang_trace.rollouts import Rollouts
 
     for mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2):
         with pytest.raises(ForwardNotUnderstood, match=mode.name):
-            spans_of(SimpleNamespace(forward_mode=mode))
+            spans_of(SimpleNamespace(forward_mode=mode), Rollouts())
 
 
 def test_every_refusal_has_a_case_here() -> None:

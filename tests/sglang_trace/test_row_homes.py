@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from bridge.homes import counts_of, home_of, homes_of
 from sglang_trace.ledger import Ledger, Span
-from sglang_trace.names import WARM_UP
 from sglang_trace.row_homes import RowHomes
 
 SLOTS = 400
@@ -24,7 +23,9 @@ def test_shipped_rows_have_the_ledgers_numbers(
     homes, ledger, filled = RowHomes(bridges), Ledger(SLOTS), 1
     expected: list[int] = []
     for requests in passes:
-        spans = homes.assigned([Span(f"t{rid}#turn", 0, length) for rid, length in requests])
+        spans = [
+            Span(f"t{rid}", 0, length, home_of(f"t{rid}", bridges)) for rid, length in requests
+        ]
         count = sum(span.length for span in spans)
         slots = torch.arange(filled, filled + count)
         first = ledger.record(slots, spans)
@@ -35,8 +36,8 @@ def test_shipped_rows_have_the_ledgers_numbers(
             home_of(f"t{rid}", bridges) for rid, length in requests for _ in range(length)
         ]
         for span in spans:
-            last = ledger.own_rows(span.rid, span.length)
-            assert set(homes_of(last.numpy())) == {home_of(span.rid.partition("#")[0], bridges)}
+            last = ledger.own_rows(span.request, span.length)
+            assert set(homes_of(last.numpy())) == {span.home}
     shipped: list[int] = []
     while len(shipped) < len(expected):
         count = data.draw(st.integers(1, len(expected) - len(shipped)))
@@ -44,11 +45,6 @@ def test_shipped_rows_have_the_ledgers_numbers(
     assert shipped == expected
     assert [counts_of(row) for row in shipped] == list(range(len(shipped)))
     assert not homes._spans
-
-
-def test_rows_of_the_servers_own_requests_go_to_the_first_bridge() -> None:
-    spans = RowHomes(3).assigned([Span(WARM_UP, 0, 2), Span("#nothing", 0, 1)])
-    assert [span.home for span in spans] == [0, 0]
 
 
 def test_padding_has_a_number_too() -> None:

@@ -18,6 +18,7 @@ from bridge.producers import RecordProducers
 from bridge.wire import TrajectoryState
 from sglang_trace.events import DigestsEvent, RowsEvent, TrajectoryEvent
 from sglang_trace.shipper import Shipper, ShipperFailed
+from sglang_trace.versions import Weights
 
 LAYOUT = RecordLayout(
     ModelShape(1, 32, 16, 4, 1, 1, 16, (0,), (0,)), (0,), (Site.FC1, Site.ROUTES), bits=4
@@ -45,7 +46,7 @@ def rows_event(x_TH: torch.Tensor, first: int = 0) -> RowsEvent:
     values = quantize_nvfp4(x_TH, token_scale(x_TH))
     LAYOUT.write_site(rows, Site.FC1, 0, values.codes_u8, values.scales_u8, values.global_scale)
     numbers = torch.arange(first, first + len(x_TH))
-    return RowsEvent(Part.FORWARD, numbers, "v0", lambda: rows, rows.nbytes)
+    return RowsEvent(Part.FORWARD, numbers, Weights("v0"), lambda: rows, rows.nbytes)
 
 
 def trajectory_event(count: int) -> TrajectoryEvent:
@@ -110,7 +111,7 @@ def test_an_unforeseen_error_on_the_thread_is_not_lost(bridge: str) -> None:
     def broken() -> torch.Tensor:
         raise ZeroDivisionError("division by zero")
 
-    shipper.put(RowsEvent(Part.FORWARD, torch.arange(1), "v0", broken, 1))
+    shipper.put(RowsEvent(Part.FORWARD, torch.arange(1), Weights("v0"), broken, 1))
     shipper.close()
     with pytest.raises(ShipperFailed, match="ZeroDivisionError"):
         shipper.check()
@@ -128,7 +129,7 @@ def test_a_full_queue_makes_the_scheduler_wait(
         return torch.zeros(1, LAYOUT.row_bytes(Part.FORWARD), dtype=torch.uint8)
 
     for number in range(2):
-        shipper.put(RowsEvent(Part.FORWARD, torch.tensor([number]), "v0", held_back, 8))
+        shipper.put(RowsEvent(Part.FORWARD, torch.tensor([number]), Weights("v0"), held_back, 8))
     third = threading.Thread(target=shipper.put, args=(trajectory_event(2),))
     third.start()
     third.join(0.3)
@@ -151,7 +152,7 @@ def test_a_full_queue_gives_rows_up_when_asked_to_and_the_bridge_knows_how_many(
         return torch.zeros(1, LAYOUT.row_bytes(Part.FORWARD), dtype=torch.uint8)
 
     for number in range(10):
-        shipper.put(RowsEvent(Part.FORWARD, torch.tensor([number]), "v0", held_back, 8))
+        shipper.put(RowsEvent(Part.FORWARD, torch.tensor([number]), Weights("v0"), held_back, 8))
     gate.set()
     shipper.close()
     with TraceClient(bridge) as client:

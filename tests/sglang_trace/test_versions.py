@@ -6,8 +6,10 @@ from sglang_trace.versions import WeightVersions
 
 def labels_of(versions: WeightVersions, rows: list[int]) -> dict[int, str]:
     found = {}
-    for label, mask in versions.split(torch.tensor(rows)):
-        found.update({row: label for row, hit in zip(rows, mask.tolist(), strict=True) if hit})
+    for weights, mask in versions.split(torch.tensor(rows)):
+        found.update(
+            {row: weights.label for row, hit in zip(rows, mask.tolist(), strict=True) if hit}
+        )
     return found
 
 
@@ -16,7 +18,7 @@ def test_a_row_belongs_to_the_weights_in_use_when_it_was_numbered() -> None:
     versions.enter("v0", 0)
     versions.enter("v1", 10)
     assert labels_of(versions, [0, 9, 10, 25]) == {0: "v0", 9: "v0", 10: "v1", 25: "v1"}
-    assert versions.current == "v1"
+    assert versions.current.label == "v1"
 
 
 def test_a_row_belongs_to_its_weights_whatever_bridge_it_goes_to() -> None:
@@ -57,3 +59,14 @@ def test_weights_that_computed_no_row_leave_no_label_behind() -> None:
     versions.enter("v1", 4)
     versions.enter("v2", 4)
     assert labels_of(versions, [3, 4]) == {3: "v0", 4: "v2"}
+
+
+def test_one_label_for_two_weights_keeps_their_rows_apart() -> None:
+    versions = WeightVersions()
+    versions.enter("default", 0)
+    versions.seal("aa")
+    versions.enter("v1", 2)
+    versions.enter("default", 4)
+    versions.seal("bb")
+    found = {weights: mask.tolist() for weights, mask in versions.split(torch.tensor([1, 5]))}
+    assert found == {("default", "aa"): [True, False], ("default", "bb"): [False, True]}
