@@ -44,8 +44,8 @@ def test_the_constants_are_those_of_the_formats() -> None:
     assert (formats.NVFP4_BLOCK, formats.MAX_BITS, formats.SCALE_BITS) == (16, 4, (8, 2))
     assert (formats.FULL_SCALE_BITS, formats.LOW_SCALE_BITS) == (8, 2)
     assert [formats.plane_bytes(64, bits) for bits in (1, 2, 3, 4)] == [8, 16, 24, 32]
-    assert [formats.scale_bytes(n, 8) for n in (16, 64, 80)] == [1, 4, 5]
-    assert [formats.scale_bytes(n, 2) for n in (16, 64, 80)] == [1, 1, 2]
+    assert [formats.scale_bytes(n, 8) for n in (16, 64, 80, 2048)] == [1, 4, 5, 128]
+    assert [formats.scale_bytes(n, 2) for n in (16, 64, 80, 2048)] == [1, 1, 2, 32]
 
 
 def test_the_least_token_scale_keeps_every_product_a_normal_number() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.demo.grpo import clipped_loss, group_advantages
@@ -22,6 +22,7 @@ def test_a_group_of_equal_rewards_has_no_advantages() -> None:
     assert group_advantages(torch.full((3,), 5.0), torch.zeros(3)).tolist() == [0.0] * 3
 
 
+@settings(deadline=None)
 @given(
     rewards=st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=8),
     split=st.integers(1, 7),

@@ -30,7 +30,7 @@ def _bridge(path: str, *tests: str) -> Target:
     return Target(f"bridge/{path}.py", tuple(f"tests/bridge/test_{test}.py" for test in tests))
 
 
-_LAYOUT = ("layout_vectors", "shard", "layout")
+_LAYOUT = ("layout_vectors", "layout_bounds", "shard", "layout")
 
 TARGETS = (
     _bridge("fp4", "fp4_vectors", "fp4"),
