@@ -29,8 +29,11 @@ mutate: setup  ## mutations of the arithmetic, layout and joining, and whether t
 	$(BIN)/python -m pip install -q --no-deps -r requirements/mutation.txt
 	nice -n 15 $(BIN)/python -m tests.mutation.run --json out/mutation.json
 
+# Two at a time, file by file: a file's tests share servers, and those with servers come first.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: lint  ## lint, types and every test that runs without a GPU
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -38,7 +41,7 @@ lint: setup
 	$(BIN)/mypy
 
 unit: setup  ## the tests that start no server and no training job (about two minutes)
-	$(BIN)/python -m pytest -m "not server"
+	$(PYTEST) -m "not server"
 
 clean:  ## remove .venv and everything the demo and the matrix wrote
 	rm -rf .venv out

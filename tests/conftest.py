@@ -23,3 +23,9 @@ with pytest.MonkeyPatch.context() as _patch:
     for _module in pkgutil.iter_modules(sglang_trace.kernels.__path__):
         importlib.import_module(f"sglang_trace.kernels.{_module.name}")
     importlib.import_module("sglang_trace.attention.extend")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run files with servers and training jobs first: the short ones fill up the rest."""
+    slow = {item.path for item in items if item.get_closest_marker("server")}
+    items.sort(key=lambda item: item.path not in slow)
