@@ -359,3 +359,55 @@ class TestGuidance:
             ValueError, match=rf"^A record keeps 1 to 4 bits of a code word, not {bits}\.$"
         ):
             guided_codes(f32(1.0), u8(1), bits)
+
+
+class TestTypesAndPlaces:
+    """Tensors without memory say where results would be, and refuse to mix devices."""
+
+    def test_code_words_scales_and_records_are_bytes(self) -> None:
+        x = torch.ones(2, 32)
+        for tensor in (fp4.quantize_nvfp4(x, ONE), fp4.quantize_mxfp4(x)):
+            assert tensor.codes_u8.dtype is tensor.scales_u8.dtype is torch.uint8
+            assert tensor.global_scale.dtype is tensor.effective_scale().dtype is torch.float32
+        codes = fp4.encode_e2m1(x)
+        record = lowbits.pack_planes(codes, 2)
+        scales = low_scales.pack_low_scales(codes)
+        for found in (
+            codes,
+            fp4.sign_bits(x),
+            fp4.pack_nibbles(codes),
+            fp4.unpack_nibbles(codes),
+            fp4.encode_e4m3(x),
+            fp4.encode_e8m0(x),
+            record,
+            lowbits.unpack_planes(record, 2, 32),
+            scales,
+            low_scales.unpack_low_scales(scales, 32),
+            low_scales.read_low_scales(codes & 3, x).codes_u8,
+            guided_codes(x, codes, 4),
+            *bracket_e2m1(x),
+        ):
+            assert found.dtype is torch.uint8
+        assert low_scales.read_low_scales(codes & 3, x).ambiguous.dtype is torch.bool
+        assert fp4.token_scale(x.bfloat16()).dtype is torch.float32
+        assert fp4.tensor_scale(x.bfloat16()).dtype is torch.float32
+        assert fp4.decode_e8m0(codes).dtype is reconstruct(codes, x, 4).dtype is torch.float32
+
+    def test_everything_stays_on_its_device(self) -> None:
+        x = torch.empty(2, 64, device="meta")
+        nvfp4, mxfp4 = fp4.quantize_nvfp4(x, fp4.token_scale(x)), fp4.quantize_mxfp4(x)
+        record = lowbits.pack_planes(nvfp4.codes_u8, 2)
+        low = lowbits.unpack_planes(record, 2, 64)
+        scales = low_scales.pack_low_scales(nvfp4.scales_u8)
+        low_scale = low_scales.unpack_low_scales(scales, 4)
+        own = fp4.block_scales(x, nvfp4.global_scale)
+        for found in (
+            *(nvfp4.dequantize(), mxfp4.dequantize(), mxfp4.global_scale),
+            *(fp4.quantize_weight(x).global_scale, record, low, scales, low_scale),
+            low_scales.read_low_scales(low_scale, own).codes_u8,
+            *(guided_codes(x, low, bits) for bits in (1, 2, 3, 4)),
+            guided_codes(x, low, 1, NEAREST),
+            guided_fake_quantize(x, nvfp4.effective_scale(), low, 2),
+            fake_quantize(x, nvfp4.global_scale),
+        ):
+            assert found.device.type == "meta"

@@ -20,6 +20,9 @@ REASONS: dict[str, dict[str, str]] = {
             _NAME_OF_ENCODING
         ),
     },
+    "bridge/lowbits.py": {
+        "for bit in range(bits):": "Bit 0 is already there, and is added to itself by or.",
+    },
     "bridge/store/row_sums.py": {
         "row_bytes = row_bytes or rows.nbytes or 2": "The step of a range over no bytes.",
     },

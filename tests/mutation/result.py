@@ -47,6 +47,7 @@ def merged(kept: Result, outcome: Outcome) -> Result:
         "survived": survived,
         "score": round(killed / (killed + survived), 4),
         "modules": modules,
+        "not_tried": [target.path for target in TARGETS if target.path not in modules],
         "produced_by": {
             "command": _COMMAND,
             "python": platform.python_version(),
@@ -70,6 +71,8 @@ def show(result: Result, console: Console) -> None:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
     total = result["killed"] + result["survived"]
     console.print(f"{result['score']:.2%} of {total} mutations were noticed")
+    if result["not_tried"]:
+        console.print(f"Not tried yet: {', '.join(result['not_tried'])}.")
 
 
 def _module(outcome: Outcome) -> Result:
