@@ -57,7 +57,7 @@ def prepare() -> None:
     gc.freeze()
 
 
-class TestsNotRun(Exception):
+class NoVerdict(Exception):
     """pytest ended without having judged the mutation."""
 
 
@@ -77,7 +77,7 @@ def verdict(status: int) -> Verdict:
     """Return what a process's wait status says.
 
     Raises:
-        TestsNotRun: it says neither.
+        NoVerdict: it says neither.
     """
     if os.WIFSIGNALED(status):
         return Verdict.KILLED  # out of CPU time, or crashed
@@ -86,7 +86,7 @@ def verdict(status: int) -> Verdict:
         return Verdict.SURVIVED
     if code in (_FAILED, _INTERRUPTED, _INTERNAL, _USAGE):
         return Verdict.KILLED
-    raise TestsNotRun(f"pytest ended with status {code}; run the target's tests by hand.")
+    raise NoVerdict(f"pytest ended with status {code}; run the target's tests by hand.")
 
 
 def _run(target: Target, source: str, cpu_s: int) -> int:
