@@ -48,6 +48,7 @@ class Environment:
         self._readonly = readonly
         self._sync = sync
         self._is_doubtful = False
+        self._is_stuck = False  # it is open to be read only, because it could not be opened else
         self._open(readonly)
 
     def snapshot(self) -> Any:
@@ -73,7 +74,7 @@ class Environment:
             lmdb.MapFullError: there is no room in the map; nothing is written.
             lmdb.Error: it is not acknowledged, but may be there when the file is opened again.
         """
-        self._mend()
+        self._mend(to_write=True)
         try:
             with self._env.begin(write=True, buffers=True) as txn:
                 yield txn
@@ -102,7 +103,7 @@ class Environment:
 
     def grow(self, map_bytes: int) -> None:
         """Let the file become so large, or as large as it is; raise lmdb.Error."""
-        self._mend()
+        self._mend(to_write=True)
         if map_bytes != self._map_bytes:
             self._env.set_mapsize(_whole_pages(map_bytes))
             self._map_bytes = map_bytes
@@ -120,20 +121,26 @@ class Environment:
         """Close the file."""
         self._env.close()
 
-    def _mend(self) -> None:
-        """Open the file again if an error has closed it; raise if that cannot be done."""
-        if not self._is_doubtful:
+    def _mend(self, *, to_write: bool = False) -> None:
+        """Open the file again if an error has closed it; raise if that cannot be done.
+
+        A file system that takes no writes is read all the same, and every write tries it again.
+        """
+        if not self._is_doubtful or (self._is_stuck and not to_write):
             return
-        try:
-            self._env.begin().abort()
-        except lmdb.Error:
-            self._env.close()
-            try:
-                self._open(self._readonly)
-            except (lmdb.Error, OSError):
-                self._open(readonly=True)  # a file system that takes no writes is read all the same
+        if not self._is_stuck:
+            with contextlib.suppress(lmdb.Error):
+                self._env.begin().abort()
+                self._is_doubtful = False
                 return
-        self._is_doubtful = False
+        self._env.close()
+        try:
+            self._open(self._readonly)
+        except (lmdb.Error, OSError):
+            self._open(readonly=True)
+            self._is_stuck = True
+            return
+        self._is_doubtful = self._is_stuck = False
 
     def _open(self, readonly: bool) -> None:
         if not readonly:

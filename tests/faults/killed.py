@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from bridge.client import TraceClient
+from bridge.connection import Connection
+from bridge.wire import Step
 from tests.faults import engine, trainer
 from tests.faults.engine import Stream
 from tests.faults.expected import Expected
@@ -20,12 +23,14 @@ from tests.faults.processes import (
     ended,
     lanes_in_memory,
     lanes_on_disk,
+    lanes_that_keep_two_steps,
     running,
     wait_until,
 )
 from tests.faults.verifier import compare, verify
 
 _SIDE_BY_SIDE = 6
+_TRAJECTORIES_OF_A_STREAM = 2
 _RESTARTED = "the daemon is restarted"
 
 
@@ -69,6 +74,44 @@ def daemon_and_engine_killed(repetition: Repetition) -> Outcome:
         with asking(bridge.endpoint, repetition.end) as client:
             outcome = verify(client, stream)
     return outcome + Outcome(met=met)
+
+
+def daemon_killed_in_its_start(repetition: Repetition) -> Outcome:
+    """Killed again while it starts, up to three times; the engine goes on with what starts last."""
+    with repetition.setting.bridge() as bridge:
+        stream = repetition.stream(bridge.endpoint)
+        with running(engine.run, stream) as process:
+            wait_for_some(repetition, stream)
+            bridge.kill()
+            met = process.is_alive()
+            rng = repetition.rng
+            for _ in range(int(rng.integers(1, 4))):
+                bridge.start_and_kill(rng.uniform(0.1, 0.8))
+            bridge.restart()
+            outcome = finish(repetition, process, stream)
+        with asking(bridge.endpoint, repetition.end) as client:
+            outcome += verify(client, stream)
+    return outcome + Outcome(met=met)
+
+
+def daemon_killed_while_it_collects(repetition: Repetition) -> Outcome:
+    """An RL step begins, which lets go of what repetitions before have left; then kill -9."""
+    with repetition.setting.bridge() as bridge:
+        stream = repetition.stream(bridge.endpoint)
+        with running(engine.run, stream) as process:
+            outcome = finish(repetition, process, stream)
+        with asking(bridge.endpoint, repetition.end) as client:
+            step, held = client.stats().step, client.stats().trajectories
+        with closing(Connection(bridge.endpoint)) as trainer_side:
+            trainer_side.say(Step(step + 1))
+            time.sleep(repetition.rng.uniform(0.0, 0.02))
+            bridge.kill()
+        bridge.restart()
+        with asking(bridge.endpoint, repetition.end) as client:
+            outcome += verify(client, stream)
+            client.begin_step(step + 1)
+            outcome += replace(verify(client, stream), acknowledged=0)
+    return outcome + Outcome(met=held > _TRAJECTORIES_OF_A_STREAM)
 
 
 def daemon_in_memory_killed(repetition: Repetition) -> Outcome:
@@ -184,6 +227,20 @@ FAULTS = (
         daemon_and_engine_killed,
         lanes_on_disk,
         _SIDE_BY_SIDE,
+    ),
+    Fault(
+        "kill -9 of the daemon in its start",
+        "disk",
+        daemon_killed_in_its_start,
+        lanes_on_disk,
+        _SIDE_BY_SIDE,
+    ),
+    Fault(
+        "kill -9 of the daemon while it collects (--keep)",
+        "disk",
+        daemon_killed_while_it_collects,
+        lanes_that_keep_two_steps,
+        side_by_side=2,
     ),
     Fault(
         "kill -9 of the daemon, the engine goes on",

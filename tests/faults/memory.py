@@ -12,18 +12,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+import zmq
 
 from bridge.client import TraceClient
 from bridge.errors import BridgeUnreachable
 from bridge.producer import Overflow
 from bridge.region import PLACE_BYTES, PLACES
+from bridge.wire import Fetch, PageRows, decode, encode
 from tests.faults import engine
 from tests.faults.engine import Stream, fill
 from tests.faults.expected import LAYOUT, Expected
 from tests.faults.fault import Fault, Repetition, nothing
-from tests.faults.killed import finish
+from tests.faults.killed import finish, some_of
 from tests.faults.outcome import Memory, Outcome
 from tests.faults.processes import (
     Bridge,
@@ -49,6 +53,11 @@ _SMALL_LIMIT = 64 * MIB
 _SMALL_FLOOD_ROWS = 40_000  # 77 MB
 _PAGES = Expected("pages", 20_000)  # 39 MB: two pages in memory that is lent
 _PAGES_BYTES = _PAGES.rows * (LAYOUT.bytes_per_token() + 32)
+_CROWDED = Expected("crowded", 100_000)  # 193 MB
+_CROWDED_FLOOD_ROWS = 10_000  # 19 MB
+_SLOW, _SLOW_QUESTIONS = 60, 50
+_CLIENTS, _ANSWERS = 500, 3
+_ROUND_S = 0.5
 _STALLED_TRAINERS = 3
 # All that a client lends (docs/architecture.md).
 _LENT = PLACES * PLACE_BYTES
@@ -56,10 +65,11 @@ _COUNTED = ("RssAnon:", "RssShmem:")
 
 
 class Watched:
-    """The memory of a process that is no file's, looked at often."""
+    """The memory of a process, looked at often: what is no file's, or all that is resident."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, counted: tuple[str, ...] = _COUNTED) -> None:
         self._status = Path(f"/proc/{pid}/status")
+        self._counted = counted
         self.before = self.peak = self._now()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -85,7 +95,7 @@ class Watched:
             lines = self._status.read_text().splitlines()
         except OSError:
             return 0  # it has ended
-        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(_COUNTED))
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(self._counted))
 
 
 def engine_while_daemon_is_stopped(overflow: Overflow, repetition: Repetition) -> Outcome:
@@ -209,6 +219,56 @@ def read_one_and_rest(reading: Reading) -> None:
         time.sleep(reading.timeout_s)
 
 
+def daemon_among_very_many_clients(repetition: Repetition) -> Outcome:
+    """Sixty trainers ask and do not read, 500 clients ask and read, and an engine sends on."""
+    with closing(Bridge(memory_limit="256MiB")) as bridge:
+        watched = Watched(bridge.pid, ("VmRSS:",))
+        fill(bridge.endpoint, _CROWDED)
+        reading = repetition.reading(bridge.endpoint, _CROWDED)
+        stream = _flood(repetition, bridge, Overflow.BLOCK, _CROWDED_FLOOD_ROWS)
+        with watched, running(crowd, reading), running(engine.run, stream) as process:
+            outcome = finish(repetition, process, stream)
+            wait_until(reading.report.exists, repetition.end, f"{_CLIENTS} clients are answered")
+            time.sleep(repetition.stop_s / 2)
+        outcome.memory = Memory(watched.peak, _MEMORY_LIMIT * 5 // 4)
+        with asking(bridge.endpoint, repetition.end) as client:
+            outcome += some_of(client, repetition, _CROWDED)
+            return outcome + verify(client, stream) + Outcome(met=1)
+
+
+def crowd(reading: Reading) -> None:
+    """Be very many clients; write the report when all that read have had three answers."""
+    asked = encode(Fetch(reading.expected.whole), 0)
+    few = encode(Fetch(reading.expected.whole, stop=4), 0)
+    with zmq.Context() as context:
+        context.set(zmq.MAX_SOCKETS, 2 * (_SLOW + _CLIENTS))
+        for _ in range(_SLOW):
+            slow = _connected(context, reading.endpoint)
+            for _ in range(_SLOW_QUESTIONS):
+                slow.send_multipart(asked)
+        clients = [_connected(context, reading.endpoint) for _ in range(_CLIENTS)]
+        for answers in count(1):
+            time.sleep(_ROUND_S)
+            for client in clients:
+                client.send_multipart(few)
+            for client in clients:
+                while not isinstance(decode(client.recv_multipart())[0], PageRows):
+                    pass
+            if answers == _ANSWERS:
+                reading.report.touch()
+
+
+def _connected(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    """A client that takes little at a time."""
+    socket = context.socket(zmq.DEALER)
+    socket.set(zmq.RCVHWM, 1)
+    socket.set(zmq.RCVBUF, 1 << 16)
+    socket.set(zmq.SNDHWM, 0)
+    socket.linger = 0
+    socket.connect(endpoint)
+    return socket
+
+
 @contextmanager
 def pages(_folder: Path) -> Iterator[Lanes]:
     """Daemons with a trajectory of several pages."""
@@ -287,6 +347,13 @@ FAULTS = tuple(
             daemon_while_trainers_are_stopped,
             nothing,
             0.1,
+        ),
+        (
+            "daemon of 60 slow readers and 500 clients",
+            "memory",
+            daemon_among_very_many_clients,
+            nothing,
+            0.05,
         ),
         ("trainer of a stopped daemon", "memory", trainer_while_daemon_is_stopped, pages, 0.1),
         ("trainer that does not read on", "memory", trainer_that_does_not_read_on, pages, 0.1),

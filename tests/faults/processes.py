@@ -59,6 +59,14 @@ class Bridge:
         self._running.process.kill()
         self._running.stop()
 
+    def start_and_kill(self, after_s: float) -> None:
+        """Start it again and kill it so long after that, at the latest when it listens."""
+        with suppress(BridgeUnreachable):
+            self._running = embedded.start(
+                self.directory, endpoint=self.endpoint, ready_timeout_s=after_s, **self.options
+            )
+            self.kill()
+
     def restart(self, **options: Any) -> None:
         """Start it again, after a kill."""
         self.options |= options
@@ -113,6 +121,14 @@ def lanes_on_disk(folder: Path) -> Iterator[Lanes]:
     """Daemons with a directory each."""
     numbers = count()
     with closing(Lanes(lambda: Bridge(folder / f"store{next(numbers)}"))) as lanes:
+        yield lanes
+
+
+@contextmanager
+def lanes_that_keep_two_steps(folder: Path) -> Iterator[Lanes]:
+    """Daemons with a directory each and --keep 2."""
+    numbers = count()
+    with closing(Lanes(lambda: Bridge(folder / f"store{next(numbers)}", keep=2))) as lanes:
         yield lanes
 
 

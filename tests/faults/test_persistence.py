@@ -60,9 +60,15 @@ def call(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Out
     process.join()
 
 
-def sabotaged(folder: Path, work: str, sabotage: Callable[[], None], at: int = _NEVER) -> Outcome:
+def sabotaged(
+    folder: Path,
+    work: str,
+    sabotage: Callable[[], None],
+    at: int = _NEVER,
+    failure: Failure = _KILLED,
+) -> Outcome:
     folder.mkdir()
-    return run(folder / "run", Plan(folder / "plan"), work, at, _KILLED, sabotage)
+    return run(folder / "run", Plan(folder / "plan"), work, at, failure, sabotage)
 
 
 def forgets_rows() -> None:
@@ -172,6 +178,16 @@ def test_a_daemon_is_killed_at_the_call_that_is_named(
     call: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     outcome = call(sabotaged, tmp_path / "run", "appends", nothing, 5)
+    assert outcome.met == 1
+    assert not outcome.violated, outcome
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_a_file_system_that_took_no_writes_for_a_while_takes_them_again(
+    call: Callable[..., Outcome], tmp_path: Path, at: int
+) -> None:
+    refused = Failure(Action.FAIL, errno.EROFS, lasting=True)
+    outcome = call(sabotaged, tmp_path / "run", "appends", nothing, at, refused)
     assert outcome.met == 1
     assert not outcome.violated, outcome
 
