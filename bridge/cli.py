@@ -5,11 +5,13 @@ What only one command needs is imported there: a daemon should start in a fracti
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,7 +19,7 @@ from bridge.errors import TraceError
 from bridge.observe.logs import LogFormat, Logging, LogLevel
 from bridge.plain import plain
 from bridge.serving import Access, Limits, serve_until_stopped
-from bridge.sizes import parse_size
+from bridge.sizes import format_size, parse_size
 from bridge.wire import Policy
 
 app = typer.Typer(
@@ -193,6 +195,74 @@ def inspect(
         print(to_json(inspection)) if as_json else render(inspection)
 
 
+DirectoryArgument = Annotated[
+    Path, typer.Argument(help="The --dir of a bridge.", metavar="DIR", show_default=False)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, not a sentence.")]
+
+
+@app.command()
+def backup(
+    directory: DirectoryArgument,
+    destination: Annotated[
+        Path,
+        typer.Argument(help="A new directory for the copy.", metavar="DEST", show_default=False),
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Copy a store to DEST, also while a bridge serves it; serve the copy with --dir DEST.
+
+    The copy is one state of the store: all that was acknowledged before the command began is in
+    it. Until it ends the store uses no space again, so leave it room below its --disk-limit. Check
+    the copy with `verify DEST`. Records in a Mooncake pool are not copied.
+    """
+    from bridge.store.upkeep import back_up
+
+    with _one_sentence_errors(), _progress("copying") as progress:
+        copied = back_up(directory, destination, progress)
+    _say(as_json, asdict(copied), f"copied {format_size(copied.nbytes)} to {destination}")
+
+
+@app.command()
+def verify(directory: DirectoryArgument, as_json: JsonOption = False) -> None:
+    """Read all of a store: every row's checksum, every message, and the index they give.
+
+    Also while a bridge serves it. The exit status is 1 if anything is damaged: such rows are
+    missing for trainers, the others are served as ever.
+    """
+    from bridge import verification
+
+    with _one_sentence_errors(), _progress("reading") as progress:
+        found = verification.verify(directory, progress)
+    damage = (
+        f"{found.damaged_rows} rows, {found.lost_payloads} payloads and {found.damaged_entries} "
+        "messages are damaged"
+    )
+    where = " (the rows of its Mooncake pool were not read)" if found.pooled else ""
+    _say(
+        as_json,
+        {**asdict(found), "whole": found.is_whole},
+        f"{found.entries} entries, {found.rows} rows, {found.trajectories} trajectories{where}; "
+        f"{'nothing is damaged' if found.is_whole else damage}; checkpoint: {found.checkpoint}",
+    )
+    if not found.is_whole:
+        raise typer.Exit(1)
+
+
+@app.command()
+def compact(directory: DirectoryArgument, as_json: JsonOption = False) -> None:
+    """Make the file of a store as small as what it holds; no bridge may serve it meanwhile.
+
+    A store uses the space of what was given up again, but its file does not shrink by itself. The
+    command writes a second file beside it and then replaces it, so the disk needs room for both.
+    """
+    from bridge.store import upkeep
+
+    with _one_sentence_errors(), _progress("copying") as progress:
+        done = upkeep.compact(directory, progress)
+    _say(as_json, asdict(done), f"{format_size(done.was)} before, {format_size(done.nbytes)} now")
+
+
 @app.command()
 def cost(
     config: Annotated[
@@ -255,6 +325,22 @@ def make_key_files(
     with _one_sentence_errors():
         for file in make_keys(directory, clients):
             print(file)
+
+
+def _say(as_json: bool, document: dict[str, Any], sentence: str) -> None:
+    print(json.dumps(document, indent=2) if as_json else sentence)
+
+
+@contextmanager
+def _progress(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """Give what shows how far something is, on a terminal's stderr only."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task(doing)
+        yield lambda done, total: shown.update(task, completed=min(done, total), total=total)
 
 
 @contextmanager

@@ -338,6 +338,29 @@ class DiskStore:
             keys = b"".join(cursor.iternext(keys=True, values=False))
         return np.frombuffer(keys, dtype=">u8").astype(np.int64)
 
+    def without_payload(self, numbers: Iterable[int]) -> list[int]:
+        """Return those of the numbers whose entry is held, is of rows, and has lost its payload."""
+        with self._env.snapshot() as txn:
+
+            def is_lost(number: int) -> bool:
+                key = _number.pack(number)
+                try:
+                    header, payload, sums = (
+                        txn.get(key, db=self._env.table(name)) for name in ENTRY_TABLES
+                    )
+                except lmdb.Error:
+                    return True
+                return header is not None and (payload is None) != (sums is None)
+
+            return [number for number in numbers if is_lost(number)]
+
+    def copy_to(self, file: int) -> None:
+        """Write one state of the store's file, without free pages; raise lmdb.Error.
+
+        Meanwhile no space is used again.
+        """
+        self._env.copy_to(file)
+
     def position(self) -> Position | None:
         """Return where the journal stands, None while entries wait to be deleted."""
         return None if self._undropped else Position(self._next, self._deletions)

@@ -113,9 +113,9 @@ class Environment:
         with contextlib.suppress(lmdb.Error):
             self._env.reader_check()
 
-    def copy(self, path: Path, *, compact: bool) -> None:
-        """Write one state of the file to a new file; raise lmdb.Error."""
-        self._env.copy(str(path), compact=compact)
+    def copy_to(self, file: int) -> None:
+        """Write one state without free pages to a file's descriptor; raise lmdb.Error."""
+        self._env.copyfd(file, compact=True)
 
     def close(self) -> None:
         """Close the file."""
