@@ -58,12 +58,13 @@ class Environment:
             lmdb.Error, OSError, CutOff: the file cannot be read now.
         """
         self._mend()
-        try:
-            return self._env.begin(buffers=True)
-        except lmdb.MapResizedError:
-            self._env.set_mapsize(0)  # the writer's: the file has grown beyond ours
-        except lmdb.ReadersFullError:
-            self.forget_dead_readers()
+        for _ in range(_LOOKS):
+            try:
+                return self._env.begin(buffers=True)
+            except lmdb.MapResizedError:
+                self._env.set_mapsize(0)  # the writer's: the file has grown beyond ours
+            except lmdb.ReadersFullError:
+                self.forget_dead_readers()
         return self._env.begin(buffers=True)
 
     @contextmanager
@@ -115,7 +116,8 @@ class Environment:
 
     def copy_to(self, file: int) -> None:
         """Write one state without free pages to a file's descriptor; raise lmdb.Error."""
-        self._env.copyfd(file, compact=True)
+        with self.snapshot() as txn:
+            self._env.copyfd(file, compact=True, txn=txn)
 
     def close(self) -> None:
         """Close the file."""

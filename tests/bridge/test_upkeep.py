@@ -56,7 +56,8 @@ def test_a_copy_of_a_store_that_is_written_to_has_all_that_was_acknowledged_befo
         finally:
             stop.set()
             writing.join()
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stderr == ""
+    assert done.returncode == 0
     assert json.loads(done.stdout)["nbytes"] == (tmp_path / "copy" / "data.mdb").stat().st_size
     assert stat.S_IMODE((tmp_path / "copy" / "data.mdb").stat().st_mode) == 0o600
     checked = _bridge("verify", tmp_path / "copy", "--json")
