@@ -24,6 +24,7 @@ from bridge.dialer import Dialer, queue_for_sending
 from bridge.errors import (
     BridgeUnreachable,
     CorruptMessage,
+    EngineIdTaken,
     RegionOutOfReach,
     StoreFull,
     TraceError,
@@ -107,6 +108,9 @@ class RecordProducer:
             something is acknowledged. Whether the call's own message is kept is open: repeat it, a
             row or trajectory that arrives twice is harmless.
         SchemaMismatch: the bridge runs another version, or rows do not fit the hello.
+        EngineIdTaken: another process said hello with the engine id before; every later call raises
+            it too, because the bridge takes nothing of this process.
+        RowTaken: a row was sent before with other bytes or as computed with other weights.
     """
 
     def __init__(
@@ -136,6 +140,7 @@ class RecordProducer:
         self._kept_bytes = 0
         self._answered = False
         self._failures: list[TraceError] = []
+        self._fenced: EngineIdTaken | None = None
         self._full: StoreFull | None = None
         self._refused: set[int] = set()
         self._refused_at = 0.0
@@ -289,6 +294,7 @@ class RecordProducer:
             BridgeUnreachable: likewise, for another reason.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
+        self._raise_failure()
         self._tell_dropped()
         while self._kept:
             if end is not None and time.monotonic() >= end:
@@ -422,6 +428,10 @@ class RecordProducer:
             elif isinstance(error, CorruptMessage) and seq == NO_SEQ:
                 log.warning("a message was damaged on its way and is resent: %s", error)
                 self._begin_again()
+            elif isinstance(error, EngineIdTaken):
+                self._fenced = error
+                for kept in list(self._kept):
+                    self._forget(kept)  # the bridge will never take it
             elif isinstance(error, StoreFull):
                 self._refuse(seq, error)
             else:
@@ -477,6 +487,8 @@ class RecordProducer:
         return kept
 
     def _raise_failure(self) -> None:
+        if self._fenced is not None:
+            raise self._fenced
         if self._failures:
             first, self._failures = self._failures[0], []
             raise first

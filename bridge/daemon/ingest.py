@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bridge.daemon.flow import Flow
+from bridge.daemon.gather import Gather
 from bridge.daemon.health import StoreHealth, StoreState
+from bridge.daemon.held_rows import Arriving, HeldRows, require_distinct
 from bridge.errors import StoreFailing, StoreFull
 from bridge.index import Catalog, Told
 from bridge.observe.logs import Event, event
@@ -48,11 +50,15 @@ class Ingest:
     a peer's messages of the turn.
     """
 
-    def __init__(self, store: Store, catalog: Catalog, flow: Flow, answer: Answer) -> None:
+    def __init__(
+        self, store: Store, catalog: Catalog, flow: Flow, gather: Gather, answer: Answer
+    ) -> None:
         self._store = store
         self._catalog = catalog
         self._flow = flow
         self._answer = answer
+        self._held_rows = HeldRows(catalog, gather)
+        self._arriving = Arriving()
         self._pending: list[Pending] = []
         self._storing: list[Pending] = []
         self._pending_keys: set[tuple[str, int, int]] = set()
@@ -72,10 +78,11 @@ class Ingest:
         if key in self._pending_keys:
             self.commit()  # so that it is known whether the store took the first copy
         self._catalog.check(told)
+        are_held = isinstance(message, Rows) and self._are_held(message)
         now = time.monotonic()
         if engine_id in self._catalog.engines:
             self._flow.last_seen[engine_id] = now
-        if self._catalog.seen(told, seq) or self._came_before(peer, told, seq):
+        if are_held or self._catalog.seen(told, seq) or self._came_before(peer, told, seq):
             self.duplicates += 1
             self._held[peer].append(seq)
             return
@@ -86,8 +93,17 @@ class Ingest:
             self._require_room(growth)
         self._pending.append(Pending(peer, seq, told, _entry(message, told, seq), now))
         self._pending_keys.add(key)
+        if isinstance(told, Block):
+            self._arriving.add(told)
         if alone:
             self.commit()  # what follows is checked against it
+
+    def _are_held(self, message: Rows) -> bool:
+        """Whether all rows are held as they are; raise RowTaken if one is held otherwise."""
+        require_distinct(message.block)
+        if self._arriving.overlaps(message.block):
+            self.commit()  # so that they can be compared
+        return self._held_rows.hold(message)
 
     def _came_before(self, peer: bytes, told: Told, seq: int) -> bool:
         """Whether a step is a copy of an older message, and not a trainer that goes back to it."""
@@ -112,6 +128,7 @@ class Ingest:
         """Store, index and acknowledge what is pending; refuse what the store has no room for."""
         batch = self._storing = self._pending
         self._pending, self._pending_keys = [], set()
+        self._arriving.clear()
         if batch:
             before, self.health = self.health, StoreHealth()
             try:

@@ -105,7 +105,7 @@ class Daemon:
         self._outbox = Outbox(self._socket, budget)
         self._waiting = WaitingQuestions(budget)
         self._flow = Flow()
-        self._ingest = Ingest(store, catalog, self._flow, self._outbox.tell)
+        self._ingest = Ingest(store, catalog, self._flow, gather, self._outbox.tell)
         self._fetching = Fetching(catalog, gather)
         self._regions = Regions(budget.lent)
         self._mapped = MappedFiles(budget.mapped)

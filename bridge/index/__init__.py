@@ -1,7 +1,7 @@
 """Where every row is and which rows a trajectory consists of; rebuilt by replaying the journal."""
 
-from bridge.index.catalog import Catalog, Told, UnknownEngine
-from bridge.index.engine import Engine
+from bridge.index.catalog import Catalog, Told
+from bridge.index.engine import Engine, UnknownEngine
 from bridge.index.row_map import PLACE, RowMap
 from bridge.index.trajectory_map import TrajectoryMap
 

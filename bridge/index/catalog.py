@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.errors import TraceError
 from bridge.index.aging import LastUsed
 from bridge.index.block_table import BlockTable
 from bridge.index.digest_table import DigestTable
-from bridge.index.engine import Engine, introduction_bytes
+from bridge.index.engine import Engine, introduction_bytes, unknown_engine
 from bridge.index.grouping import groups
 from bridge.index.pins import Pins
+from bridge.index.rollouts import Fate
 from bridge.index.row_map import absent_places
 from bridge.index.step_log import StepLog
 from bridge.index.trajectory_map import TrajectoryColumns, TrajectoryMap
@@ -36,10 +36,6 @@ Told = Hello | Block | Trajectory | WeightDigests | Dropped | Step
 Journaled = Told | Pin
 PARTS = tuple(Part)
 _OBJECT_BYTES = 200
-
-
-class UnknownEngine(TraceError):
-    """An engine sent records without a hello that this daemon remembers."""
 
 
 class Catalog:
@@ -84,7 +80,7 @@ class Catalog:
         return self.steps.current
 
     def check(self, told: Journaled) -> None:
-        """Raise UnknownEngine or SchemaMismatch if the message cannot be applied."""
+        """Raise UnknownEngine, EngineIdTaken or SchemaMismatch if it cannot be applied."""
         if isinstance(told, Step | Pin):
             return
         engine = self.engines.get(told.engine_id)
@@ -93,18 +89,15 @@ class Catalog:
                 engine.check_hello(told)
             return
         if engine is None:
-            raise UnknownEngine(
-                f"engine {told.engine_id} sent records before its hello; send the hello first"
-            )
-        engine.check_shard(told.shard)
+            raise unknown_engine(told)
+        engine.check_sender(told)
         if isinstance(told, Block):
             engine.check_block(told)
 
     def seen(self, told: Told, seq: int) -> bool:
         """Whether a rank's message with this sequence number has been applied before.
 
-        Or says nothing new: an engine that is known, a count that is no higher, a step that has
-        begun.
+        Or says nothing new: a rank that is known, a count that is no higher, a step that has begun.
         """
         if isinstance(told, Step):
             return self.steps.has_begun(told.step)
@@ -113,7 +106,7 @@ class Catalog:
             return False
         match told:
             case Hello():
-                return True
+                return told.shard in engine.incarnations
             case Dropped():
                 return engine.has_told_dropped(told)
         return seq in engine.accepted[told.shard]
@@ -136,7 +129,7 @@ class Catalog:
         engine.accepted[told.shard].add(seq)
         match told:
             case Block():
-                version = self._version_number(told.weight_version, told.weights)
+                version = self._version_number(told)
                 self.versions_used.use(version)
                 part = PARTS.index(told.part)
                 self.blocks.put(number, engine.number, part, version, self.step, told.row_bytes)
@@ -145,6 +138,10 @@ class Catalog:
                 self._merge(told, engine, seq, number)
             case WeightDigests():
                 self.digests.put(told, number, self.step)
+
+    def version_of(self, block: Block) -> int:
+        """Return the number of a block's weights, by label and digest; -1 if they are new."""
+        return self._version_numbers.get((block.weight_version, block.weights), -1)
 
     def growth(self, told: Told) -> int:
         """Return the memory that applying a checked message would add to the index, about.
@@ -264,14 +261,13 @@ class Catalog:
         else:
             self._trajectory_bytes -= trajectory.nbytes()
             self.states[trajectory.state] -= 1
-        last_engine, last_seq = trajectory.last
-        if last_engine == engine.number and seq < last_seq:
-            trajectory.merge_late(told.start, told.tokens, told.rows, engine.number)
-        else:
-            trajectory.merge(told.start, told.tokens, told.rows, engine.number, told.state)
-            trajectory.last = (engine.number, seq)
+        fate = trajectory.tell(told, engine.number, seq)
         self.states[trajectory.state] += 1
-        trajectory.entries.append(number)
+        if fate is Fate.SUPERSEDED:
+            self.superseded.append(number)
+            self._trajectory_bytes += trajectory.nbytes()
+            return
+        self.superseded += trajectory.note_entry(number, engine.number, told.rollout, fate)
         trajectory.step, trajectory.told_at = self.step, time.monotonic()
         self._trajectory_bytes += trajectory.nbytes()
 
@@ -281,11 +277,12 @@ class Catalog:
             self.engines[hello.engine_id] = engine
             self._name_bytes += introduction_bytes(hello)
             self.engine_list.append(engine)
+        self.engines[hello.engine_id].join(hello)
 
-    def _version_number(self, label: str, weights: str) -> int:
-        """Return the number of weights, by label and digest: a label can stand for several."""
-        number = self._version_numbers.get((label, weights))
-        if number is None:
+    def _version_number(self, block: Block) -> int:
+        label, weights = block.weight_version, block.weights
+        number = self.version_of(block)
+        if number < 0:
             number = self._version_numbers[label, weights] = len(self.weight_versions)
             self.weight_versions.append(label)
             self.weights.append(weights)

@@ -11,19 +11,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from bridge.errors import SchemaMismatch
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.errors import EngineIdTaken, SchemaMismatch, TraceError
 from bridge.index.row_map import RowMap
 from bridge.index.sequence_set import SequenceSet
 from bridge.layout import Part, Shard
-from bridge.wire import Block, Dropped, Hello
+from bridge.wire import Block, Dropped, Hello, Trajectory, WeightDigests
+
+Sent = Hello | Block | Trajectory | Dropped | WeightDigests
 
 _OBJECT_BYTES = 200
 _ENGINE_BYTES = 1 << 10
 
 
+class UnknownEngine(TraceError):
+    """An engine sent records without a hello that this daemon remembers."""
+
+
 @dataclass(slots=True)
 class Engine:
     """An engine by its number in the index.
+
+    ``incarnations`` has the number of each rank's process, the first that said hello: another
+    process that uses the engine's id counts rows and messages from 0 as well, so nothing of it can
+    be told apart from what is held, and all of it is refused.
 
     ``accepted`` has each rank's sequence numbers, ``dropped`` how many rows each rank gave up,
     ``dropped_entries`` the store's entry that says so.
@@ -33,6 +46,7 @@ class Engine:
     hello: Hello
     maps: dict[Part, RowMap] = field(init=False)
     accepted: list[SequenceSet] = field(init=False)
+    incarnations: dict[int, int] = field(default_factory=dict)
     dropped: dict[int, int] = field(default_factory=dict)
     dropped_entries: dict[int, int] = field(default_factory=dict)
     _senders: dict[Part, list[int]] = field(init=False)
@@ -71,11 +85,19 @@ class Engine:
 
     def place(self, block: Block, number: int) -> None:
         """Note that the store's entry ``number`` holds a checked block."""
-        sender = self._senders[block.part].index(block.shard)
-        self.maps[block.part].put(block.rows, number, sender)
+        self.maps[block.part].put(block.rows, number, self._sender(block))
+
+    def highest_row(self, block: Block) -> int:
+        """Return the highest number of a row that the block's rank ever sent of its part."""
+        return self.maps[block.part].highest[self._sender(block)]
+
+    def held_rows(self, block: Block) -> NDArray[np.void]:
+        """Return where the block's rows are that its rank has sent before: PLACE [N]."""
+        return self.maps[block.part].find_each(block.rows)[:, self._sender(block)]
 
     def check_hello(self, hello: Hello) -> None:
-        """Raise SchemaMismatch unless it is one of this engine's ranks that introduces itself."""
+        """Raise EngineIdTaken or SchemaMismatch unless it is one of this engine's ranks."""
+        self._check_incarnation(hello)
         theirs, ours = (replace(each, shard=0, incarnation=0) for each in (hello, self.hello))
         if theirs != ours:
             raise SchemaMismatch(
@@ -84,12 +106,35 @@ class Engine:
                 "and model on all ranks of one engine"
             )
 
-    def check_shard(self, shard: int) -> None:
-        """Raise SchemaMismatch if there is no such rank."""
-        if shard >= len(self.hello.shards):
+    def join(self, hello: Hello) -> None:
+        """Note which process a rank is; its hello is checked."""
+        self.incarnations[hello.shard] = hello.incarnation
+
+    def check_sender(self, message: Sent) -> None:
+        """Raise an error unless the message is of a rank, and of the process that said its hello.
+
+        Raises:
+            UnknownEngine: the rank has not said hello.
+            EngineIdTaken: another process has.
+            SchemaMismatch: there is no such rank.
+        """
+        shards = len(self.hello.shards)
+        if message.shard >= shards:
             raise SchemaMismatch(
-                f"engine {self.hello.engine_id} has {len(self.hello.shards)} shards and a message "
-                f"is from shard {shard}; number the ranks as in the hello"
+                f"engine {message.engine_id} has {shards} shards and a message is from shard "
+                f"{message.shard}; number the ranks as in the hello"
+            )
+        if message.shard not in self.incarnations:
+            raise unknown_engine(message)
+        self._check_incarnation(message)
+
+    def _check_incarnation(self, message: Sent) -> None:
+        first = self.incarnations.get(message.shard, message.incarnation)
+        if first != message.incarnation:
+            raise EngineIdTaken(
+                f"engine id {message.engine_id} belongs to another process, whose records this "
+                "bridge holds, and nothing of this one is taken; use a new engine id for every "
+                "engine process"
             )
 
     def check_block(self, block: Block) -> None:
@@ -102,6 +147,9 @@ class Engine:
                 f"{block.shard}; send rows in the layout of the hello"
             )
 
+    def _sender(self, block: Block) -> int:
+        return self._senders[block.part].index(block.shard)
+
     def writes_like(self, other: Engine) -> bool:
         """Whether the bytes of a joined row mean the same as in the other engine's rows."""
         mine, theirs = self.hello, other.hello
@@ -111,6 +159,13 @@ class Engine:
         """Return the memory that its rows and sequence numbers take, about."""
         accepted = sum(seqs.nbytes() for seqs in self.accepted)
         return accepted + sum(row_map.nbytes() for row_map in self.maps.values())
+
+
+def unknown_engine(message: Sent) -> UnknownEngine:
+    """Return the error of a message that comes before its sender's hello."""
+    return UnknownEngine(
+        f"engine {message.engine_id} sent records before its hello; send the hello first"
+    )
 
 
 def introduction_bytes(hello: Hello) -> int:

@@ -44,7 +44,8 @@ def absent_places(count: int) -> NDArray[np.void]:
 class RowMap:
     """Places of one engine's rows of one record part.
 
-    ``rows`` counts the complete rows and ``partial_rows`` those that some senders owe.
+    ``rows`` counts the complete rows and ``partial_rows`` those that some senders owe. ``highest``
+    is each sender's highest row number so far, -1 before the first.
     """
 
     def __init__(self, senders: int = 1) -> None:
@@ -56,6 +57,7 @@ class RowMap:
         self._free: list[int] = []
         self.rows = 0
         self.partial_rows = 0
+        self.highest = [-1] * senders
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: of the slabs, the pages that are made."""
@@ -74,6 +76,7 @@ class RowMap:
     def put(self, rows_N: NDArray[np.int64], block: int, sender: int = 0) -> None:
         """Place a sender's rows at offsets 0..N-1 of ``block``; one placed before moves there."""
         places_N = np.arange(len(rows_N)) + (block << _OFFSET_BITS)
+        self.highest[sender] = max(self.highest[sender], int(rows_N.max()))
         for number, at in _pages(rows_N):
             page = self._page(number)
             self._count(page, -1)

@@ -141,8 +141,9 @@ def test_a_full_store_refuses_what_does_not_fit_and_keeps_what_does(
     payload = np.repeat(make_rows(Part.FORWARD, range(400)), 10, axis=0)
     with closing(Peer(serve(MemoryStore(64 << 10)))) as peer:
         peer.ask(Hello("e", layout), 0)
-        for seq, part in enumerate((payload[:100], payload, payload[100:110]), start=1):
-            peer.say([bytes(frame) for frame in encode(_rows(part), seq)])
+        for seq, (first, last) in enumerate(((0, 100), (0, len(payload)), (100, 110)), start=1):
+            part = _rows(payload[first:last], first)
+            peer.say([bytes(frame) for frame in encode(part, seq)])
         acknowledged, refused = [], {}
         while len(acknowledged) + len(refused) < 3:
             answer, seq = peer.hear()

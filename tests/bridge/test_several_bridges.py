@@ -180,14 +180,15 @@ def test_a_position_is_filled_only_by_the_row_that_the_home_names(endpoints: str
     assert not records.forward_valid.any()
 
 
-@pytest.mark.usefixtures("through")
-def test_trajectories_come_in_order_and_unknown_ones_as_none_or_an_error(endpoints: str) -> None:
-    with producers(endpoints, "order") as connected, TraceClient(endpoints) as client:
+def test_trajectories_come_in_order_and_unknown_ones_as_none_or_an_error(
+    endpoints: str, through: str
+) -> None:
+    with producers(endpoints, f"order {through}") as connected, TraceClient(endpoints) as client:
         rollout = Rollout(connected)
         for number in range(9):
-            rollout.compute(f"o{number}", 2)
+            rollout.compute(f"{through} {number}", 2)
         connected.flush()
-        names = ["o8", "lost", *(f"o{number}" for number in range(8))]
+        names = [f"{through} 8", "lost", *(f"{through} {number}" for number in range(8))]
         found = list(client.fetch_all(names, allow_unknown=True))
         assert [None if each is None else each.trajectory for each in found] == [
             None if name == "lost" else name for name in names
@@ -195,7 +196,7 @@ def test_trajectories_come_in_order_and_unknown_ones_as_none_or_an_error(endpoin
         with pytest.raises(UnknownTrajectory, match="same bridges in the same order"):
             list(client.fetch_all(names))
         # The connections are of use after that.
-        assert_whole(client.fetch("o3"), rollout.of["o3"])
+        assert_whole(client.fetch(names[5]), rollout.of[names[5]])
 
 
 def test_a_killed_bridge_costs_an_engine_that_may_drop_only_what_was_not_acknowledged(
@@ -275,18 +276,17 @@ def test_an_engine_that_may_not_drop_waits_for_a_killed_bridge_and_loses_nothing
                 assert_whole(client.fetch(name), rows)
 
 
-@pytest.mark.usefixtures("through")
 def test_ranks_of_an_engine_spread_their_shares_of_rows_over_the_same_bridges(
-    endpoints: str,
+    endpoints: str, through: str
 ) -> None:
     ranks = Ranks(RecordLayout(SHAPE, (1, 3), tuple(Site)), 6, tp=2, ep=2)
-    names = [name_at(home, salt="rank") for home in (0, 2)]
+    names = [name_at(home, salt=f"rank {through}") for home in (0, 2)]
     rows = [row_number(i, (0, 2)[i % 2]) for i in range(6)]
     with ExitStack() as stack, TraceClient(endpoints) as client:
         for rank in range(ranks.tp):
             each = [RecordProducer(endpoint) for endpoint in parse_endpoints(endpoints)]
             connected = stack.enter_context(RecordProducers(each))
-            connected.hello("tp", ranks.layout, shards=ranks.shards, shard=rank)
+            connected.hello(f"tp {through}", ranks.layout, shards=ranks.shards, shard=rank)
             for part in Part:
                 if ranks.shards[rank].sends(part):
                     connected.send_rows(part, rows, ranks.sent(rank, part), "v1")

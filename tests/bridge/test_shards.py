@@ -422,7 +422,7 @@ class TestIntroduction:
             RecordProducer(shared_endpoint) as other,
             pytest.raises(SchemaMismatch, match="same layout, shards"),
         ):
-            other.hello("odd", LAYOUT)
+            other.hello("odd", LAYOUT, shards=shards[::-1], shard=1)
 
     def test_rows_of_another_ranks_width_are_refused(self, shared_endpoint: str) -> None:
         ranks = Ranks(LAYOUT, 2, tp=2, ep=1)

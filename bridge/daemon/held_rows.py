@@ -1,0 +1,126 @@
+"""Rows that arrive again: the same bytes are a duplicate, other bytes are refused.
+
+An engine numbers the tokens that it computes, so a row number means one computation. Rows mostly
+arrive in ascending order, and of a row beyond all that a rank has sent there is nothing to look up.
+
+Shapes: N = rows of a message, M = those of them that are held.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.daemon.gather import Gather
+from bridge.errors import RowTaken, StoreFull
+from bridge.index import Catalog
+from bridge.store.pool import PoolUnreachable
+from bridge.wire import Block, Rows
+
+Sender = tuple[str, int, str]
+
+
+class HeldRows:
+    """Compares rows that arrive with those that the store holds."""
+
+    def __init__(self, catalog: Catalog, gather: Gather) -> None:
+        self._catalog = catalog
+        self._gather = gather
+
+    def hold(self, message: Rows) -> bool:
+        """Whether all rows of a message are held already.
+
+        Raises:
+            RowTaken: one of them is held with other bytes or as computed with other weights.
+            StoreFull: what is held cannot be read now.
+        """
+        block = message.block
+        engine = self._catalog.engines[block.engine_id]
+        if extent(block.rows)[0] > engine.highest_row(block):
+            return False
+        places_N = engine.held_rows(block)
+        at_M = np.flatnonzero(places_N["block"] >= 0)
+        if not len(at_M):
+            return False
+        places_M = places_N[at_M]
+        blocks_M = places_M["block"]
+        is_other_M = self._catalog.blocks.row_bytes(blocks_M) != block.row_bytes
+        is_other_M |= self._catalog.blocks.versions(blocks_M) != self._catalog.version_of(block)
+        _refuse(block, at_M[is_other_M])
+        try:
+            return self._are_equal(message, at_M, places_M) and len(at_M) == len(block.rows)
+        except PoolUnreachable as error:
+            raise StoreFull(str(error)) from error
+
+    def _are_equal(self, message: Rows, at_M: NDArray[np.intp], places_M: NDArray[np.void]) -> bool:
+        """Whether all of the held rows can be read; raise RowTaken if one has other bytes."""
+        readable = 0
+        row_bytes = message.block.row_bytes
+        whole = [slice(0, row_bytes)]
+        for piece in self._gather.pieces(row_bytes, whole, places_M):
+            at_V = at_M[piece.begin : piece.begin + len(piece.valid)][piece.valid]
+            is_other_V = (piece.rows() != message.payload[at_V]).any(axis=1)
+            _refuse(message.block, at_V[is_other_V])
+            readable += len(at_V)
+        return readable == len(at_M)
+
+
+class Arriving:
+    """The rows of one loop turn, which the catalog does not know yet."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Sender, list[NDArray[np.int64]]] = {}
+        self._highest: dict[Sender, int] = {}
+
+    def overlaps(self, block: Block) -> bool:
+        """Whether a row of a block is among those that have arrived."""
+        sender = _sender(block)
+        first, _ = extent(block.rows)
+        if first > self._highest.get(sender, -1):
+            return False
+        return any(bool(np.isin(block.rows, rows).any()) for rows in self._rows[sender])
+
+    def add(self, block: Block) -> None:
+        """Note the rows of a block."""
+        sender = _sender(block)
+        self._rows.setdefault(sender, []).append(block.rows)
+        self._highest[sender] = max(self._highest.get(sender, -1), extent(block.rows)[1])
+
+    def clear(self) -> None:
+        """Forget all: the catalog knows them now."""
+        self._rows.clear()
+        self._highest.clear()
+
+
+def require_distinct(block: Block) -> None:
+    """Raise RowTaken if a row number stands twice in a message."""
+    rows_N = block.rows
+    if len(rows_N) == 1 or bool((rows_N[1:] > rows_N[:-1]).all()):
+        return
+    ordered_N = np.sort(rows_N)
+    twice = ordered_N[1:][ordered_N[1:] == ordered_N[:-1]]
+    if len(twice):
+        raise RowTaken(
+            f"engine {block.engine_id} sent row {int(twice[0])} twice in one message; number every "
+            "row that is computed once"
+        )
+
+
+def extent(rows_N: NDArray[np.int64]) -> tuple[int, int]:
+    """Return the lowest and the highest row number."""
+    if len(rows_N) == 1:
+        return int(rows_N[0]), int(rows_N[0])
+    return int(rows_N.min()), int(rows_N.max())
+
+
+def _sender(block: Block) -> Sender:
+    return (block.engine_id, block.shard, block.part.value)
+
+
+def _refuse(block: Block, taken: NDArray[np.intp]) -> None:
+    if len(taken):
+        raise RowTaken(
+            f"engine {block.engine_id} sent {block.part.value} row {int(block.rows[taken[0]])} "
+            "again with other bytes or of other weights, and the row that is held stays; number "
+            "every row that is computed anew, and use a new engine id for every engine process"
+        )
