@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # SGLang's shard ids.
 PROJECTIONS = {"w1": "gate", "w3": "up", "w2": "down"}
+UNQUANTIZED = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 # What SGLang fills dummy weights with.
 DUMMY_RANGE = 1e-3
 
@@ -132,8 +133,13 @@ class Experts:
         """Take one matrix [O, N] of a checkpoint or an update: what SGLang calls.
 
         Raises:
-            ExpertsNotLoaded: it is not a whole matrix of an expert of this layer.
+            ExpertsNotLoaded: it is quantized, or not a whole matrix of an expert of this layer.
         """
+        if loaded_weight.dtype not in UNQUANTIZED:
+            raise ExpertsNotLoaded(
+                f"{weight_name} is of {loaded_weight.dtype}, so it is quantized already and its "
+                "numbers mean nothing without scales; serve and send weights in BF16."
+            )
         projection = PROJECTIONS[shard_id]
         if expert_id >= self.count or loaded_weight.shape != self._whole_shape(projection):
             raise ExpertsNotLoaded(

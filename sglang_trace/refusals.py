@@ -145,6 +145,16 @@ REFUSALS = (
         "the records do not say which adapter computed a row",
     ),
     Refusal("--is-embedding", is_on("is_embedding"), "there are no sampled tokens"),
+    Refusal(
+        "--warmups",
+        is_on("warmups"),
+        "its requests have no names of their own and would be recorded as a client's",
+    ),
+    Refusal(
+        "--enable-mis",
+        is_on("enable_mis"),
+        "items of one request do not see each other, which the trainer does not know",
+    ),
     Refusal("--use-ray", is_on("use_ray"), "its workers do not inherit the trace options"),
     Refusal(
         "--enable-paged-experts",

@@ -98,9 +98,11 @@ def parse(arguments: list[str], chosen: dict[str, str]) -> Any:
 
     Raises:
         AttentionRefused: an FP4 KV cache with an attention backend that does not read it.
+        NotCaptured: a checkpoint that is quantized already, for experts that we quantize.
     """
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
+    from sglang_trace import checkpoint
     from sglang_trace.attention import options
 
     add_cli_args = ServerArgs.add_cli_args
@@ -113,6 +115,8 @@ def parse(arguments: list[str], chosen: dict[str, str]) -> Any:
         def parse_and_choose(arguments: list[str]) -> argparse.Namespace:
             parsed = parse_args(arguments)
             options.choose(parsed)
+            # Before SGLang compares the two methods itself, with a stack trace.
+            checkpoint.check_checkpoint(parsed)
             return parsed
 
         parser.parse_args = parse_and_choose  # type: ignore[assignment,method-assign]

@@ -62,6 +62,7 @@ OPTIONS: tuple[Use, ...] = (
             *("enable_streaming_session", "disaggregation_mode"),
             *("enable_two_batch_overlap", "enable_pdmux", "dllm_algorithm", "cuda_graph_config"),
             *("enable_eplb", "ep_num_redundant_experts", "enable_lora", "lora_paths"),
+            *("warmups", "enable_mis", "model_path", "load_format", "revision"),
             *("is_embedding", "use_ray", "kt_weight_path", "moe_runner_backend"),
             *("cuda_graph_backend_prefill", "enable_torch_compile"),
             *("prefill_attention_backend", "decode_attention_backend"),
