@@ -28,8 +28,8 @@ _ANSWER_S = 180.0
 _SHARES = {
     "the first start": 0.7,
     "appends": 1.5,
-    "steps, --keep and gc": 2.0,
-    "a stop and start": 0.5,
+    "steps, --keep and gc": 2.6,
+    "a stop and start": 0.7,
 }
 _fresh = multiprocessing.get_context("spawn")
 

@@ -33,7 +33,7 @@ from tests.faults.processes import (
 )
 from tests.faults.verifier import verify
 
-_SIDE_BY_SIDE = 25
+_SIDE_BY_SIDE = 34
 _GRACE_S = 10.0
 
 

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import schema, tampered
+from tests.faults import persistence, schema, tampered
 from tests.faults.fault import Fault
 from tests.faults.repeat import repeat, seeds_of
 from tests.faults.table import FAULTS
 
 _REPETITIONS = 2
 _STOP_S = 1.0
+# Of the failpoints: calls from all over each work.
+_ALL, _FIRST_CALL, _EVERY_CALL = 100, 7, 60
 # They take most of the time of the table and tell least in two repetitions.
 _TABLE_ONLY = ("memory: daemon", "memory: trainer")
 # What tampers sits in front of the store.
@@ -33,6 +35,8 @@ def test_nothing_acknowledged_is_lost_nothing_wrong_is_served_nothing_hangs(
     fault: Fault, tmp_path: Path
 ) -> None:
     seeds = seeds_of(fault, 1, _REPETITIONS)
+    if fault in persistence.FAULTS:
+        seeds = seeds_of(fault, 1, _ALL)[_FIRST_CALL::_EVERY_CALL]
     row = repeat(fault, seeds, stop_s=_STOP_S, scratch=tmp_path)
     if row.skipped:
         pytest.skip(row.skipped)
