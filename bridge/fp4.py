@@ -128,7 +128,7 @@ def encode_e8m0(x: Tensor) -> Tensor:
     Zero, negative values and everything up to 2^-127 become code 0, finite values above 2^127
     saturate at code 254, NaN and infinities become 255, which is E8M0's NaN.
     """
-    bits = x.clamp(min=2.0**-127).view(torch.int32)
+    bits = x.view(torch.int32)  # below zero for negative values
     smallest = bits <= 1 << 22  # 2^-127 is the FP32 subnormal with the top mantissa bit
     code = ((bits + _FP32_MANTISSA) >> 23).clamp_(max=254).masked_fill_(smallest, 0)
     return torch.where(torch.isfinite(x), code, E8M0_NAN).to(torch.uint8)

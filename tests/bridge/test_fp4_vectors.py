@@ -211,6 +211,17 @@ def test_blocks_that_carry_no_number_are_positive_zero() -> None:
     assert hex_of(fp4.encode_blocks(blocks, torch.zeros(4, 1))) == "00" * 64
 
 
+def test_scaling_keeps_every_bit_and_hides_a_nan_with_all_of_its_bits() -> None:
+    odd = torch.full((2, 1, 16), 2.5).view(torch.int32) + 1  # one bit above a tie
+    blocks = odd.view(torch.float32)
+    assert torch.equal(fp4.scaled_blocks(blocks, torch.ones(2, 1)).view(torch.int32), odd)
+    assert hex_of(fp4.encode_blocks(blocks, torch.ones(2, 1))) == "05" * 32
+    payload = torch.full((1, 1, 16), 0x7FC00001, dtype=torch.int32).view(torch.float32)
+    for scale in (0.0, NAN, 1.0 - 1.0):
+        found = fp4.scaled_blocks(payload, torch.full((1, 1), scale))
+        assert found.view(torch.int32).eq(0).all()
+
+
 def test_nibbles_are_refused_by_the_number_of_code_words() -> None:
     assert hex_of(fp4.pack_nibbles(u8(*range(16)))) == "1032547698badcfe"
     assert fp4.unpack_nibbles(u8(0x21, 0xF0)).tolist() == [1, 2, 0, 15]
@@ -248,6 +259,15 @@ class TestRecords:
         found = low_scales.read_low_scales(u8(0, 1, 2, 3, 2), own)
         assert hex_of(found.codes_u8) == "38393a3736"
         assert found.ambiguous.tolist() == [False, False, True, False, True]
+
+    def test_known_readings_at_the_ends_of_the_code_line(self) -> None:
+        """Below 0x00 and above 0x7e there is no code: the only candidate is on the other side."""
+        found = low_scales.read_low_scales(u8(0, 1, 2, 3), torch.zeros(4))
+        assert hex_of(found.codes_u8) == "00010203"
+        assert found.ambiguous.tolist() == [False, False, True, True]
+        found = low_scales.read_low_scales(u8(2, 1, 0, 3), torch.full((4,), 448.0))
+        assert hex_of(found.codes_u8) == "7e7d7c7b"
+        assert found.ambiguous.tolist() == [False, False, True, True]
 
     def test_records_of_a_wrong_length_are_refused_with_the_right_one(self) -> None:
         with pytest.raises(

@@ -10,6 +10,9 @@ from tests.mutation.mutants import Mutant
 _COUNTED = "Both lists were compared in length before."
 _NAME_OF_ENCODING = "Python takes both spellings of the encoding."
 
+_MEMORY = "It takes more memory and gives the same numbers."
+_ONE_MATCH = "With 3 bits a record fits one magnitude, and the search for the nearest finds it."
+
 # path -> changed line -> why nothing computes otherwise
 REASONS: dict[str, dict[str, str]] = {
     "bridge/answers.py": {
@@ -19,6 +22,17 @@ REASONS: dict[str, dict[str, str]] = {
         'return xxh3_64_intdigest(trajectory.encode("UTF-8", "surrogatepass")) % bridges': (
             _NAME_OF_ENCODING
         ),
+    },
+    "bridge/fp4.py": {
+        "rounding(torch.mul(a, 0.5, out=None), out=piece).add_(4)": _MEMORY,
+        "rounding(torch.mul(a, 0.5, ), out=piece).add_(4)": _MEMORY,
+        "keep = torch.where(effective_scale > 0, -1, 0).to(None)": _MEMORY,
+    },
+    "bridge/guidance.py": {
+        "x_hat /= (x - x) + 1  # 1, and NaN where x is not finite": "The factor is 1 or NaN.",
+        "if bits > 3:": _ONE_MATCH,
+        "if bits >= 4:": _ONE_MATCH,
+        "up = steps_down >= period / 2": "A period is 2 or 4.",
     },
     "bridge/lowbits.py": {
         "for bit in range(bits):": "Bit 0 is already there, and is added to itself by or.",
