@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from bridge.index.aging import LastUsed
 from bridge.index.block_table import BlockTable
-from bridge.index.digest_table import DigestTable
+from bridge.index.digest_table import DigestTable, digest_bytes
 from bridge.index.engine import Engine, introduction_bytes, unknown_engine
 from bridge.index.grouping import groups
 from bridge.index.pins import Pins
 from bridge.index.rollouts import Fate
 from bridge.index.row_map import absent_places
+from bridge.index.sizes import text_bytes
 from bridge.index.step_log import StepLog
 from bridge.index.trajectory_map import TrajectoryColumns, TrajectoryMap
 from bridge.layout import Part
@@ -156,6 +157,8 @@ class Catalog:
             case Trajectory():
                 known = self.trajectories.get(told.trajectory) or TrajectoryMap()
                 return known.growth(told.start + len(told.tokens))
+            case WeightDigests():
+                return digest_bytes(told.digests)
         return 0
 
     def places(self, part: Part, trajectory: TrajectoryMap, page: slice) -> NDArray[np.void]:
@@ -195,6 +198,7 @@ class Catalog:
         numbers: list[int] = blocks.tolist()
         for name in names:
             trajectory = self.trajectories.pop(name)
+            self._name_bytes -= text_bytes(name)
             self._trajectory_bytes -= trajectory.nbytes()
             self.states[trajectory.state] -= 1
             self.collected[trajectory.state] += 1
@@ -258,6 +262,7 @@ class Catalog:
         trajectory = self.trajectories.get(told.trajectory)
         if trajectory is None:
             trajectory = self.trajectories[told.trajectory] = TrajectoryMap()
+            self._name_bytes += text_bytes(told.trajectory)
         else:
             self._trajectory_bytes -= trajectory.nbytes()
             self.states[trajectory.state] -= 1
@@ -286,5 +291,5 @@ class Catalog:
             number = self._version_numbers[label, weights] = len(self.weight_versions)
             self.weight_versions.append(label)
             self.weights.append(weights)
-            self._name_bytes += 4 * (len(label) + len(weights)) + _OBJECT_BYTES
+            self._name_bytes += text_bytes(label) + text_bytes(weights) + _OBJECT_BYTES
         return number

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
+from bridge.index.sizes import text_bytes
 from bridge.wire import WeightDigests
 
-_ITEM_BYTES = 256  # two strings and their place in a dict
+_ITEM_BYTES = 100  # the place of two strings in a dict
 
 
 @dataclass(slots=True)
@@ -15,9 +16,7 @@ class _Version:
     step: int = 0
     entries: list[int] = field(default_factory=list)
     by_engine: dict[str, dict[str, str]] = field(default_factory=dict)
-
-    def nbytes(self) -> int:
-        return sum(len(digests) for digests in self.by_engine.values()) * _ITEM_BYTES
+    nbytes: int = 0
 
 
 class DigestTable:
@@ -36,13 +35,15 @@ class DigestTable:
         """Join a report, the store's entry ``number``, with what the engine said before."""
         # Versions stand in the order of their last report.
         held = self._versions.pop(told.weight_version, None) or _Version()
-        self.nbytes -= held.nbytes()
         self._versions[told.weight_version] = held
         earlier = held.by_engine.pop(told.engine_id, {})
+        again = {name: earlier[name] for name in told.digests.keys() & earlier.keys()}
+        added = digest_bytes(told.digests) - digest_bytes(again)
+        held.nbytes += added
+        self.nbytes += added
         held.by_engine[told.engine_id] = {**earlier, **told.digests}
         held.entries.append(number)
         held.step = step
-        self.nbytes += held.nbytes()
 
     def steps(self) -> set[int]:
         """Return the RL steps in which versions were last reported."""
@@ -59,7 +60,7 @@ class DigestTable:
             if lost and len(lost) < len(held.entries):
                 return False
             if lost:
-                self.nbytes -= self._versions.pop(name).nbytes()
+                self.nbytes -= self._versions.pop(name).nbytes
         return True
 
     def drop(self, steps: Set[int]) -> list[int]:
@@ -68,6 +69,11 @@ class DigestTable:
         numbers: list[int] = []
         for name in old:
             held = self._versions.pop(name)
-            self.nbytes -= held.nbytes()
+            self.nbytes -= held.nbytes
             numbers += held.entries
         return numbers
+
+
+def digest_bytes(digests: Mapping[str, str]) -> int:
+    """Return the memory that digests take, about."""
+    return sum(text_bytes(name) + text_bytes(digests[name]) + _ITEM_BYTES for name in digests)

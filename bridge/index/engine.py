@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from bridge.errors import EngineIdTaken, SchemaMismatch, TraceError
 from bridge.index.row_map import RowMap
 from bridge.index.sequence_set import SequenceSet
+from bridge.index.sizes import text_bytes
 from bridge.layout import Part, Shard
 from bridge.wire import Block, Dropped, Hello, Trajectory, WeightDigests
 
 Sent = Hello | Block | Trajectory | Dropped | WeightDigests
 
 _OBJECT_BYTES = 200
-_ENGINE_BYTES = 1 << 10
+_ENGINE_BYTES = 4 << 10  # two row maps, its sequence numbers and the hello
 
 
 class UnknownEngine(TraceError):
@@ -172,5 +173,6 @@ def introduction_bytes(hello: Hello) -> int:
     """Return the memory that an engine's introduction takes, about."""
     layouts = {hello.layout, *(shard.layout for shard in hello.shards)}
     fields = sum(len(layout.fields(part)) for layout in layouts for part in Part)
-    texts = sum(len(name) + len(value) for name, value in hello.model.items())
-    return _ENGINE_BYTES + _OBJECT_BYTES * (fields + len(hello.kv_scales)) + 4 * texts
+    texts = sum(text_bytes(text) for pair in hello.model.items() for text in pair)
+    texts += text_bytes(hello.engine_id)
+    return _ENGINE_BYTES + _OBJECT_BYTES * (fields + len(hello.kv_scales)) + texts

@@ -6,5 +6,8 @@ _HEAD_BYTES = 80
 
 
 def text_bytes(text: str) -> int:
-    """Return the memory of a text at most: CPython stores 1, 2 or 4 bytes a character."""
-    return _HEAD_BYTES + (1 if text.isascii() else 4) * len(text)
+    """Return the memory of a text at most.
+
+    CPython stores 1, 2 or 4 bytes a character, and UTF-8 besides once it was asked for.
+    """
+    return _HEAD_BYTES + (1 if text.isascii() else 8) * len(text)
