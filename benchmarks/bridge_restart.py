@@ -24,7 +24,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from benchmarks.bridge_peers import resident_bytes
+from benchmarks.bridge_peers import cpu_seconds, resident_bytes
 from benchmarks.command_line import command_line
 from bridge.daemon.checkpoints import most_behind
 from bridge.index import Catalog
@@ -44,12 +44,17 @@ _PAYLOAD = np.zeros((_ROWS, _LAYOUT.row_bytes(Part.FORWARD)), dtype=np.uint8)
 
 @dataclass(frozen=True)
 class Start:
-    """A start: what it found, the seconds to `bridge ready`, and the memory it then has."""
+    """A start: what it found, and what it took until `bridge ready`.
+
+    ``seconds`` is time that passed and ``cpu_seconds`` time that the daemon computed: they differ
+    on a machine that has other work. ``rss`` is the memory that it then has.
+    """
 
     checkpoint: str
     entries: int
     replayed: int
     seconds: float
+    cpu_seconds: float
     rss: dict[str, int]
     checkpoint_bytes: int
 
@@ -57,19 +62,20 @@ class Start:
 def main(
     entries: Annotated[int, typer.Option(help="Entries of the store.")] = 1_000_000,
     rounds: Annotated[int, typer.Option(help="Starts of each kind; the median counts.")] = 3,
-    folder: Annotated[Path | None, typer.Option(help="Where the store is made.")] = None,
+    made: Annotated[Path | None, typer.Option(help="What an earlier run with --keep made.")] = None,
+    keep: Annotated[bool, typer.Option(help="Keep the store for another run.")] = False,
     output: Annotated[Path, typer.Option(help="Where to write JSON.")] = Path(
         "benchmarks/results/cpu/bridge_restart.json"
     ),
 ) -> None:
     """Measure the starts and write them down."""
-    directory = Path(tempfile.mkdtemp(dir=folder))
+    directory = made or Path(tempfile.mkdtemp())
     try:
-        print(f"making a store of {entries} entries", flush=True)
-        _make(directory / "store", entries)
-        shutil.copy(directory / "store" / "index", directory / "whole")
-        shutil.copy(directory / "store" / "index.old", directory / "oldest")
-        (directory / "store" / "index.old").unlink()
+        if made is None:
+            print(f"making a store of {entries} entries in {directory}", flush=True)
+            _make(directory / "store", entries)
+            (directory / "store" / "index").rename(directory / "whole")
+            (directory / "store" / "index.old").rename(directory / "oldest")
         behind = most_behind(entries)
         kinds = {"whole": 0, "oldest": min(behind, entries), "missing": entries}
         starts = []
@@ -78,7 +84,8 @@ def main(
             starts.append(sorted(found, key=lambda start: start.seconds)[rounds // 2])
             print(starts[-1], flush=True)
     finally:
-        shutil.rmtree(directory)
+        if not keep:
+            shutil.rmtree(directory)
     document = {
         "what": " ".join((__doc__ or "").split()),
         "command": command_line("benchmarks.bridge_restart"),
@@ -152,9 +159,9 @@ def _start(directory: Path, kind: str, entries: int, replayed: int) -> Start:
         assert daemon.stdout is not None
         assert daemon.stdout.readline().startswith("bridge ready")
         seconds = time.perf_counter() - begun
-        rss = resident_bytes(daemon.pid)
+        computed, rss = cpu_seconds(daemon.pid), resident_bytes(daemon.pid)
         daemon.kill()
-    return Start(kind, entries, replayed, round(seconds, 2), rss, nbytes)
+    return Start(kind, entries, replayed, round(seconds, 2), round(computed, 2), rss, nbytes)
 
 
 if __name__ == "__main__":

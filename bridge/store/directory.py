@@ -18,11 +18,11 @@ READERS_FILE = "lock.mdb"
 BALLAST_FILE = "ballast"
 CHECKPOINT_FILE = "index"
 POOL_FILE = "pool"
-NEW = ".new"  # of a file that is written whole before it takes its name
+NEW = "new."  # of a file that is written whole before it takes its name
 _REPLACED = (DATA_FILE, CHECKPOINT_FILE, POOL_FILE)
 _OURS = {
     *(LOCK_FILE, DATA_FILE, READERS_FILE, BALLAST_FILE, CHECKPOINT_FILE, POOL_FILE),
-    *(name + NEW for name in _REPLACED),
+    *(NEW + name for name in _REPLACED),
 }
 _READERS_BYTES = 8192  # what LMDB makes of it
 _ONLY_OWNER = 0o700
@@ -104,7 +104,7 @@ def private_file(path: Path, flags: int) -> int:
 
 def replace_file(path: Path, content: Iterable[Buffer]) -> None:
     """Write a private file whole or not at all, also through a power cut; raise OSError."""
-    new = path.with_name(path.name + NEW)
+    new = path.with_name(NEW + path.name)
     new.unlink(missing_ok=True)
     try:
         with os.fdopen(private_file(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as stream:

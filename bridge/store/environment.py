@@ -193,7 +193,7 @@ def make_environment(directory: Path, schema: int, *, sync: bool = True) -> None
     """Make an empty store whole or not at all, unless there is one; raise lmdb.Error or OSError."""
     if (directory / DATA_FILE).exists() or (directory / DATA_FILE).is_symlink():
         return
-    new = directory / (DATA_FILE + NEW)
+    new = directory / (NEW + DATA_FILE)
     new.unlink(missing_ok=True)
     with lmdb.open(
         str(new),

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from pathlib import Path
 
-from bridge.store.directory import CorruptStore
-
-_FILE = "pool"
+from bridge.store.directory import POOL_FILE, CorruptStore, replace_file
 
 
 def is_pooled(directory: Path) -> bool:
     """Whether the payloads of a directory are in a pool and not in the directory."""
-    return (directory / _FILE).exists()
+    return (directory / POOL_FILE).exists()
 
 
 def next_opening(directory: Path, empty: bool) -> tuple[str, int]:
@@ -25,7 +22,7 @@ def next_opening(directory: Path, empty: bool) -> tuple[str, int]:
     Raises:
         CorruptStore: it is not ``empty`` and has no name: its payloads are in the directory.
     """
-    file = directory / _FILE
+    file = directory / POOL_FILE
     if file.exists():
         name, before = file.read_text().split()
         opening = int(before) + 1
@@ -36,12 +33,13 @@ def next_opening(directory: Path, empty: bool) -> tuple[str, int]:
             f"{directory} keeps its records on disk; serve it without --mooncake or choose "
             "another --dir"
         )
-    written = directory / f"{_FILE}.new"
-    with written.open("w") as stream:
-        stream.write(f"{name} {opening}")
-        stream.flush()
-        os.fsync(stream.fileno())
-    written.replace(file)
+    try:
+        replace_file(file, [f"{name} {opening}".encode()])
+    except OSError as error:
+        raise CorruptStore(
+            f"cannot write to {directory} ({error.strerror}); free space on its disk or choose "
+            "another --dir"
+        ) from error
     return name, opening
 
 

@@ -134,7 +134,7 @@ def _check(number: int, held: Held) -> tuple[int, int]:
 
 def _copied(store: DiskStore, destination: Path, progress: Progress) -> Copied:
     """Write a copy without free pages, which takes its name when it is whole."""
-    new, old = destination / (DATA_FILE + NEW), store.directory / DATA_FILE
+    new, old = destination / (NEW + DATA_FILE), store.directory / DATA_FILE
     with _sentences(destination):
         new.unlink(missing_ok=True)
         file = private_file(new, os.O_RDWR | os.O_CREAT | os.O_EXCL)

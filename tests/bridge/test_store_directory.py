@@ -101,11 +101,11 @@ def test_a_directory_of_other_things_keeps_its_mode_and_is_refused_if_others_wri
 
 
 def test_a_store_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
-    (tmp_path / "data.mdb.new").write_bytes(b"half a file of a start that was cut short")
+    (tmp_path / "new.data.mdb").write_bytes(b"half a file of a start that was cut short")
     store = DiskStore(tmp_path, LIMIT)
     assert store.append([Entry(b"header")]) == [0]
     store.close()
-    assert not (tmp_path / "data.mdb.new").exists()
+    assert not (tmp_path / "new.data.mdb").exists()
 
 
 def _mode(path: Path) -> int:
