@@ -329,6 +329,8 @@ class RecordProducer:
     def _send(self, message: Message, part: Part | None = None, rows: int = 0) -> None:
         if not self._hello:
             raise TraceError("the bridge does not know this engine yet; call hello() first")
+        if self._fenced is not None:
+            raise self._fenced
         nbytes = _HEADER_BYTES + sum(memoryview(frame).nbytes for frame in message.frames())
         if self._make_room(nbytes, part):
             lent = self._put(message)

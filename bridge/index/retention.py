@@ -79,9 +79,12 @@ def _too_far_behind(
 def _version_ages(catalog: Catalog) -> Iterator[tuple[int, int]]:
     """Yield (number, age) of the weight versions: by value if all are numbers, else by order.
 
-    The order is that in which engines first computed with them.
+    The order is that in which engines first computed with them. Weights of one label are of one
+    age, whatever their digests are.
     """
     used = list(catalog.versions_used)
     names = [catalog.weight_versions[number] for number in used]
     by_value = all(name.isdecimal() for name in names)
-    return zip(used, ages([int(name) for name in names] if by_value else used), strict=True)
+    first = {name: at for at, name in reversed([*enumerate(catalog.weight_versions)])}
+    values = [int(name) if by_value else first[name] for name in names]
+    return zip(used, ages(values), strict=True)

@@ -11,6 +11,7 @@ arrival, and after that only higher numbers of the engine that was replaced coun
 from __future__ import annotations
 
 from enum import Enum, auto
+from typing import NamedTuple
 
 
 class Fate(Enum):
@@ -26,27 +27,43 @@ class Fate(Enum):
     """It belongs to a rollout that was replaced."""
 
 
+class _Of(NamedTuple):
+    """Of one engine: up to which rollout all are replaced, which began anew, which is the highest.
+
+    ``entry`` is the store's entry of the last message of the highest.
+    """
+
+    replaced: int = 0
+    begun: int = 0
+    highest: int = 0
+    entry: int = -1
+
+
+_NONE = _Of()
+
+
 class Rollouts:
-    """Of each engine: which rollouts are replaced, which one began anew, and the highest.
+    """What is known of each engine's rollouts.
 
     Number 0 is a message of an engine that does not number its requests: it always merges.
     """
 
     def __init__(self) -> None:
-        self._replaced: dict[int, int] = {}
-        self._begun: dict[int, int] = {}
-        self._highest: dict[int, int] = {}
-        self._entries: dict[int, int] = {}
+        self._engines: dict[int, _Of] = {}
+
+    def __len__(self) -> int:
+        return len(self._engines)
 
     def fate(self, engine: int, rollout: int, continues: bool) -> Fate:
         """Return what becomes of a message, before `note`."""
+        known = self._engines.get(engine, _NONE)
         if not rollout:
             return Fate.MERGE
-        if rollout <= self._replaced.get(engine, 0):
+        if rollout <= known.replaced:
             return Fate.SUPERSEDED
-        if continues or rollout == self._begun.get(engine):
+        if continues or rollout == known.begun:
             return Fate.MERGE
-        return Fate.BEGIN_BELOW if rollout < self._highest.get(engine, 0) else Fate.REPLACE
+        return Fate.BEGIN_BELOW if rollout < known.highest else Fate.REPLACE
 
     def note(self, engine: int, rollout: int, fate: Fate, entry: int) -> set[int]:
         """Note a message that is the store's ``entry``; return the entries that are still needed.
@@ -54,16 +71,13 @@ class Rollouts:
         These are the other engines' last ones, without which a restart would not know that they
         were replaced. Only a message that replaces all others makes any of them dispensable.
         """
-        others = {number: held for number, held in self._entries.items() if number != engine}
         if fate in (Fate.REPLACE, Fate.BEGIN_BELOW):
-            for other in others:
-                self._replaced[other] = self._highest[other]
-            self._replaced[engine] = rollout - 1
-            self._begun[engine] = rollout
-        if rollout and rollout >= self._highest.get(engine, 0):
-            self._highest[engine] = rollout
-            self._entries[engine] = entry
-        return set(others.values())
-
-    def __len__(self) -> int:
-        return len(self._highest)
+            for other, known in self._engines.items():
+                self._engines[other] = known._replace(replaced=known.highest)
+            known = self._engines.get(engine, _NONE)
+            self._engines[engine] = known._replace(replaced=rollout - 1, begun=rollout)
+        if rollout:
+            known = self._engines.get(engine, _NONE)
+            if rollout >= known.highest:
+                self._engines[engine] = known._replace(highest=rollout, entry=entry)
+        return {known.entry for other, known in self._engines.items() if other != engine}

@@ -10,6 +10,8 @@ from bridge.index.trajectory_map import TrajectoryMap
 from bridge.layout import Part
 from bridge.wire import TrajectorySummary
 
+_DIGEST_CHARS = 8
+
 
 def summarize(catalog: Catalog, name: str) -> TrajectorySummary:
     """Count rows and bytes of one trajectory; rows that trajectories share count in each."""
@@ -30,8 +32,22 @@ def summarize(catalog: Catalog, name: str) -> TrajectorySummary:
         kv_rows=int(held[Part.KV].sum()),
         missing_forward=int((due & ~held[Part.FORWARD] & (width[Part.FORWARD] > 0)).sum()),
         missing_kv=int((due & ~held[Part.KV] & (width[Part.KV] > 0)).sum()),
-        weight_versions=tuple(catalog.weight_versions[number] for number in versions.tolist()),
+        weight_versions=_labels(catalog, versions.tolist()),
         nbytes=sum(int(width[part][held[part]].sum()) for part in Part),
+    )
+
+
+def _labels(catalog: Catalog, versions: list[int]) -> tuple[str, ...]:
+    """Return the labels of weights; a label of several weights once each, with their digests."""
+    digests: dict[str, list[str]] = {}
+    for number in versions:
+        known = digests.setdefault(catalog.weight_versions[number], [])
+        if catalog.weights[number]:
+            known.append(catalog.weights[number][:_DIGEST_CHARS])
+    return tuple(
+        name
+        for label, known in digests.items()
+        for name in ([f"{label} ({digest})" for digest in known] if len(known) > 1 else [label])
     )
 
 
