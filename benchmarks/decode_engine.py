@@ -31,7 +31,7 @@ import typer
 from torch import Tensor
 
 from benchmarks import step_parts
-from examples.demo.server import free_port
+from bridge.ports import held_port
 
 ROW = "row "
 WARM_UP = 4
@@ -390,7 +390,7 @@ def main(
 
     # The port is not used; that it is free is checked all the same.
     with_options(
-        ["--model-path", str(model), "--port", str(free_port()), *json.loads(server)], work
+        ["--model-path", str(model), "--port", str(held_port()), *json.loads(server)], work
     )
 
 

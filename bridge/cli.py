@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bridge.endpoint import DEFAULT_ENDPOINT
 from bridge.errors import TraceError
 from bridge.observe.logs import LogFormat, Logging, LogLevel
 from bridge.plain import plain
@@ -57,10 +58,12 @@ KeysOption = Annotated[
     Path | None,
     typer.Option("--keys", help="This client's key file (see `keys`).", metavar="FILE"),
 ]
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout", min=0.1, help="Wait so long for answers.", metavar="SECONDS")
+]
 ParentOption = Annotated[
     int | None, typer.Option(help="Stop when this parent process ends.", metavar="PID")
 ]
-DEFAULT_ENDPOINT = "tcp://127.0.0.1:5601"
 
 
 @app.command()
@@ -161,15 +164,20 @@ def gc(
     max_version_diff: VersionDiffOption = None,
     expire: ExpireOption = None,
     keys: KeysOption = None,
+    timeout_s: TimeoutOption = 30.0,
 ) -> None:
     """Give up old records of running bridges now; pinned trajectories stay."""
-    from bridge.client import TraceClient
-
     with _one_sentence_errors():
         policy = Policy(keep, max_version_diff, expire)
         if policy == Policy():
             raise TraceError("gc needs --keep, --max-version-diff or --expire to know what is old")
-        with TraceClient(endpoint, keys=keys) as client:
+        from bridge.client import TraceClient
+        from bridge.patience import waiting_for
+
+        with (
+            TraceClient(endpoint, keys=keys, timeout_s=timeout_s) as client,
+            waiting_for(f"the bridge at {endpoint}", timeout_s),
+        ):
             done = client.gc(policy)
         print(f"gave up {done.trajectories} trajectories and {done.rows} rows")
 
@@ -183,13 +191,14 @@ def inspect(
     directory: DirOption = None,
     keys: KeysOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    timeout_s: TimeoutOption = 10.0,
 ) -> None:
     """List trajectories, rows and bytes of running bridges, or of a --dir without one."""
     from bridge.inspection import inspect_directory, inspect_endpoint, render, to_json
 
     with _one_sentence_errors():
         if directory is None:
-            inspection = inspect_endpoint(endpoint, trajectory, keys)
+            inspection = inspect_endpoint(endpoint, trajectory, keys, timeout_s)
         else:
             inspection = inspect_directory(directory, trajectory)
         print(to_json(inspection)) if as_json else render(inspection)
@@ -289,6 +298,7 @@ def top(
     keys: KeysOption = None,
     once: Annotated[bool, typer.Option("--once", help="Print the tables once.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON once.")] = False,
+    timeout_s: TimeoutOption = 2.0,
 ) -> None:
     """Watch running bridges: rates, tiers, lag, drops and engines, until Ctrl-C.
 
@@ -300,7 +310,7 @@ def top(
 
     with _one_sentence_errors():
         watched = parse_endpoints(",".join(endpoints or [DEFAULT_ENDPOINT]))
-    with _one_sentence_errors(), Watch(watched, keys) as watch:
+    with _one_sentence_errors(), Watch(watched, keys, timeout_s) as watch:
         if not once and not as_json:
             return show_live(watch)
         all_answer = show_json(watch) if as_json else show_once(watch)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import zmq
 
+from bridge.endpoint import dialled_endpoint, unknown_host
 from bridge.keys import ClientKeys
 from bridge.loopback import bound_buffers
 from bridge.wire import MAX_FRAME_BYTES
@@ -41,11 +42,12 @@ class Dialer:
     """Connects to one endpoint, with a client's key file or without.
 
     Raises:
+        InvalidEndpoint: nobody can connect to it.
         InvalidKeys: the file is no client's key file or is open to others.
     """
 
     def __init__(self, endpoint: str, keys: str | os.PathLike[str] | None) -> None:
-        self.endpoint = endpoint
+        self.endpoint = dialled_endpoint(endpoint)
         self._file = None if keys is None else Path(keys)
         self._keys = None if self._file is None else ClientKeys.load(self._file)
 
@@ -76,6 +78,8 @@ class Dialer:
             )
         if outcome == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             return "it takes connections, so it is busy: raise the timeout, or see its log"
+        if (host := unknown_host(self.endpoint)) is not None:
+            return f"no address is known for {host}: correct the name"
         keys = "" if self._keys is None else " --keys DIR/bridge.keys"
         return f"start it: python -m bridge serve --endpoint {self.endpoint}{keys}"
 

@@ -1,4 +1,4 @@
-"""Where a bridge may listen."""
+"""Endpoints: where a bridge listens, and where its clients connect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from enum import Enum
 
 from bridge.errors import TraceError
 
-_TCP = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/\[\]]+):(?P<port>\d+|\*)")
+DEFAULT_PORT = 7707
+DEFAULT_ENDPOINT = f"tcp://127.0.0.1:{DEFAULT_PORT}"
+
+_TCP = re.compile(
+    r"tcp://(?P<host>\[[0-9a-fA-F:.]+(%[\w.-]+)?\]|[\w.-]+|\*):(?P<port>\d{1,5}|\*)", re.ASCII
+)
+_ALMOST = re.compile(r"(?:\w+:/*)?(?P<rest>[\w.-]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5})/?", re.ASCII)
+_DIGITS_AND_DOTS = re.compile(r"[\d.]+", re.ASCII)
+_MOST_PORT = 65535
 
 
 class InvalidEndpoint(TraceError):
@@ -34,11 +42,7 @@ def checked_endpoint(endpoint: str, reach: Reach = Reach.LOOPBACK) -> str:
         InvalidEndpoint: not tcp://HOST:PORT, or HOST cannot be resolved or is not a loopback
             address where only those may be.
     """
-    match = _TCP.fullmatch(endpoint)
-    if match is None or (match["port"].isdigit() and int(match["port"]) > 65535):
-        raise InvalidEndpoint(
-            f"{endpoint!r} is not an endpoint; write it as tcp://127.0.0.1:PORT (PORT 0: any free)"
-        )
+    match = _parts(endpoint)
     address = _address(match["host"], endpoint)
     if not address.is_loopback and reach is Reach.LOOPBACK:
         raise InvalidEndpoint(
@@ -51,6 +55,65 @@ def checked_endpoint(endpoint: str, reach: Reach = Reach.LOOPBACK) -> str:
     return f"tcp://{host}:{port}"
 
 
+def dialled_endpoint(endpoint: str) -> str:
+    """Return an endpoint to connect to, as it is; the name of a host is not looked up here.
+
+    Raises:
+        InvalidEndpoint: not tcp://HOST:PORT of one host, with a port from 1 to 65535.
+    """
+    match = _parts(endpoint)
+    if match["host"] == "*" or match["port"] in ("*", "0") or not int(match["port"]):
+        raise InvalidEndpoint(
+            f"{endpoint!r} is where a bridge may listen, not where it is reached; "
+            "give its host and the port that it printed when it started"
+        )
+    return endpoint
+
+
+def unknown_host(endpoint: str) -> str | None:
+    """Return the host of a checked endpoint if nobody knows its address, else None."""
+    host = _parts(endpoint)["host"].strip("[]")
+    try:
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return host
+    return None
+
+
+def _parts(endpoint: str) -> re.Match[str]:
+    """Return the match of host and port; raise InvalidEndpoint."""
+    match = _TCP.fullmatch(endpoint)
+    if match is None or not _is_port(match["port"]) or not _is_host(match["host"]):
+        raise InvalidEndpoint(f"{endpoint!r} is not an endpoint; write it as {_better(endpoint)}")
+    return match
+
+
+def _is_port(text: str) -> bool:
+    return text == "*" or int(text) <= _MOST_PORT
+
+
+def _is_host(text: str) -> bool:
+    """Whether a host is a name or a valid address; four numbers are never a name."""
+    if not text.startswith("[") and _DIGITS_AND_DOTS.fullmatch(text) is None:
+        return True
+    try:
+        ipaddress.ip_address(text.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _better(endpoint: str) -> str:
+    """Return how to write what was meant: what was given if only its beginning is wrong."""
+    almost = _ALMOST.fullmatch(endpoint.strip())
+    if almost is not None:
+        meant = f"tcp://{almost['rest']}"
+        match = _TCP.fullmatch(meant)
+        if match is not None and _is_port(match["port"]) and _is_host(match["host"]):
+            return meant
+    return f"tcp://HOST:PORT, such as {DEFAULT_ENDPOINT} or tcp://[::1]:{DEFAULT_PORT}"
+
+
 def _address(host: str, endpoint: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Return the address of a host; what is bound is then what was checked."""
     if host == "*":
@@ -61,9 +124,9 @@ def _address(host: str, endpoint: str) -> ipaddress.IPv4Address | ipaddress.IPv6
         pass
     try:
         found = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise InvalidEndpoint(
-            f"{host} in {endpoint} is no address of this machine ({error.strerror}); "
+            f"{host} in {endpoint} is no address of this machine ({error}); "
             "write it as tcp://127.0.0.1:PORT, or with --keys as tcp://0.0.0.0:PORT"
         ) from error
     return ipaddress.ip_address(found[0][4][0])

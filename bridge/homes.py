@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from bridge.errors import TraceError
+from bridge.endpoint import DEFAULT_PORT, InvalidEndpoint, dialled_endpoint
 
 Rows = TypeVar("Rows", int, NDArray[np.int64])
 
@@ -28,7 +28,7 @@ MOST_BRIDGES = 64
 _COUNT_BITS = 48
 
 
-class InvalidEndpoints(TraceError):
+class InvalidEndpoints(InvalidEndpoint):
     """A text does not name bridges."""
 
 
@@ -37,16 +37,17 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
 
     Raises:
         InvalidEndpoints: there are none, too many, or one of them twice.
+        InvalidEndpoint: one of them cannot be connected to.
     """
     endpoints = tuple(item.strip() for item in text.split(","))
     if not all(endpoints) or len(endpoints) > MOST_BRIDGES:
         raise InvalidEndpoints(
-            f"{text!r} names no bridges: give 1 to {MOST_BRIDGES} endpoints such as "
-            "tcp://HOST:7707, separated by commas"
+            f"{text!r} names no bridges; give 1 to {MOST_BRIDGES} endpoints such as "
+            f"tcp://HOST:{DEFAULT_PORT}, separated by commas"
         )
     if len(set(endpoints)) < len(endpoints):
-        raise InvalidEndpoints(f"{text!r} names a bridge twice: give every bridge once")
-    return endpoints
+        raise InvalidEndpoints(f"{text!r} names a bridge twice; give every bridge once")
+    return tuple(dialled_endpoint(endpoint) for endpoint in endpoints)
 
 
 @lru_cache(maxsize=1 << 16)

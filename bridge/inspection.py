@@ -13,6 +13,7 @@ from rich.table import Table
 from bridge.client import TraceClient
 from bridge.index.recovery import recover
 from bridge.index.summary import summarize
+from bridge.patience import waiting_for
 from bridge.plain import plain
 from bridge.sizes import format_size
 from bridge.store import DiskStore
@@ -36,9 +37,14 @@ class Inspection:
     trajectories: list[TrajectorySummary]
 
 
-def inspect_endpoint(endpoint: str, prefix: str, keys: Path | None = None) -> Inspection:
+def inspect_endpoint(
+    endpoint: str, prefix: str, keys: Path | None = None, timeout_s: float = 10.0
+) -> Inspection:
     """Ask a running bridge; raise BridgeUnreachable."""
-    with TraceClient(endpoint, keys=keys, timeout_s=10.0) as client:
+    with (
+        TraceClient(endpoint, keys=keys, timeout_s=timeout_s) as client,
+        waiting_for(f"the bridge at {endpoint}", timeout_s),
+    ):
         stats = client.stats()
         return Inspection(
             endpoint,

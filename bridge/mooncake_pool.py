@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from bridge.errors import TraceError
+from bridge.ports import held_port
 from bridge.serving import StopSignal
 
 POOL_READY = "mooncake ready "
@@ -55,7 +56,7 @@ def run_until_stopped(nbytes: int, port: int, parent: int | None) -> None:
 
 def _commands(nbytes: int, port: int) -> tuple[list[str], tuple[list[str], int]]:
     """Return the master's command and the segment's, with the port where that one listens."""
-    metrics, service = _free_ports(2)
+    metrics, service = held_port(), held_port()
     quiet = ["--logtostderr", "--minloglevel=2"]
     master = [sys.executable, "-m", "mooncake.cli", f"--rpc_address={_HOST}", f"--rpc_port={port}"]
     master += [f"--metrics_host={_HOST}", f"--metrics_port={metrics}", *quiet]
@@ -121,11 +122,3 @@ def _check_free(port: int) -> None:
             raise MooncakeFailed(
                 f"cannot listen on {_HOST}:{port} ({error}); choose another --port"
             ) from error
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as sockets:
-        bound = [sockets.enter_context(socket.socket()) for _ in range(count)]
-        for each in bound:
-            each.bind((_HOST, 0))
-        return [int(each.getsockname()[1]) for each in bound]

@@ -147,8 +147,8 @@ class RecordProducer:
         self._told_dropped = 0
         self._telling_dropped: int | None = None
         self._progress_at = self._heard_at = self._resent_at = time.monotonic()
-        self._placing = Placing(window_bytes, _MESSAGE_BYTES) if is_loopback(endpoint) else None
         self._dialer = Dialer(endpoint, keys)
+        self._placing = Placing(window_bytes, _MESSAGE_BYTES) if is_loopback(endpoint) else None
         self._context = zmq.Context()
         self._socket = self._dialer.dial(self._context)
 

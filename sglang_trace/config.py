@@ -13,6 +13,7 @@ import uuid
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from bridge.endpoint import DEFAULT_ENDPOINT
 from bridge.errors import TraceError
 from bridge.formats import FULL_SCALE_BITS, SCALE_BITS
 from bridge.layout import ModelShape, RecordLayout, Site, parse_layers
@@ -92,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--trace-bridge",
         metavar="ENDPOINT[,ENDPOINT...]",
-        help="Bridge daemon, such as tcp://127.0.0.1:7707, or several, over which trajectories are "
+        help=f"Bridge daemon, such as {DEFAULT_ENDPOINT}, or several, over which trajectories are "
         "spread; the trainer names them in the same order. Default: one of the server's own.",
     )
     group.add_argument(

@@ -21,11 +21,14 @@ from types import FrameType
 from bridge import embedded
 from bridge.client import TraceClient
 from bridge.errors import TraceError
+from bridge.patience import waiting_for
 from patches.errors import PatchError
 from patches.state import verify_target
 from sglang_trace.config import ENVIRONMENT, InvalidOption, TraceConfig, add_arguments
 
 BRIDGE_TIMEOUT_S = 3.0
+# A million entries of a store are read in about a minute.
+OWN_BRIDGE_TIMEOUT_S = 300.0
 SERVER_MODULE = "sglang_trace.server_process"
 
 
@@ -123,7 +126,10 @@ def bridge_for(options: argparse.Namespace) -> Iterator[str]:
                 "--trace-bridge-http is for the server's own bridge: give --http to the bridge at "
                 "--trace-bridge instead."
             )
-        with TraceClient(options.trace_bridge, keys=keys, timeout_s=BRIDGE_TIMEOUT_S) as client:
+        with (
+            TraceClient(options.trace_bridge, keys=keys, timeout_s=BRIDGE_TIMEOUT_S) as client,
+            waiting_for(f"the bridge at {options.trace_bridge}", BRIDGE_TIMEOUT_S),
+        ):
             client.ping()
         yield options.trace_bridge
         return
@@ -132,7 +138,12 @@ def bridge_for(options: argparse.Namespace) -> Iterator[str]:
             "--trace-bridge-keys is for another machine's bridge: name it with --trace-bridge; "
             "the server's own bridge is on loopback and needs no keys."
         )
-    own = embedded.start(options.trace_dir, http=options.trace_bridge_http)
+    with waiting_for("the server's own bridge to read its store and listen", OWN_BRIDGE_TIMEOUT_S):
+        own = embedded.start(
+            options.trace_dir,
+            http=options.trace_bridge_http,
+            ready_timeout_s=OWN_BRIDGE_TIMEOUT_S,
+        )
     print(f"{embedded.READY}{own.endpoint}", flush=True)
     if own.status_page is not None:
         print(f"{embedded.STATUS_PAGE}{own.status_page}", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -25,25 +26,25 @@ _NOTHING = "-"
 
 def show_live(watch: Watch) -> None:
     """Renew the tables every second until Ctrl-C."""
-    with Live(tables(watch.look()), screen=True, auto_refresh=False) as live:
-        try:
-            while True:
-                time.sleep(_PERIOD_S)
-                live.update(tables(watch.look()), refresh=True)
-        except KeyboardInterrupt:
-            return
+    with (
+        suppress(KeyboardInterrupt),
+        Live(tables(watch.first_look()), screen=True, auto_refresh=False) as live,
+    ):
+        while True:
+            time.sleep(_PERIOD_S)
+            live.update(tables(watch.look()), refresh=True)
 
 
 def show_once(watch: Watch) -> bool:
     """Print the tables; return whether all daemons answered."""
-    shown = watch.look()
+    shown = watch.first_look()
     Console().print(tables(shown))
     return _all_answered(shown)
 
 
 def show_json(watch: Watch) -> bool:
     """Print every daemon's status document, or its endpoint and error; return likewise."""
-    shown = watch.look()
+    shown = watch.first_look()
     items = [
         json.loads(to_json(found))
         if isinstance(found, Status)

@@ -24,6 +24,7 @@ from bridge.errors import SchemaMismatch, StoreFailing, StoreFull
 from bridge.store.base import WHOLE, Entry, Fill, Held, Position, Reader, Wanted
 from bridge.store.directory import (
     CHECKPOINT_FILE,
+    DATA_FILE,
     Ballast,
     CorruptStore,
     locked,
@@ -424,9 +425,24 @@ def _entry_space(entry: Entry) -> int:
 
 def _opened(directory: Path, map_bytes: int, readonly: bool, sync: bool) -> Environment:
     with _readable(directory):
-        if not readonly:
+        if readonly:
+            _refuse_without_store(directory)
+        else:
             make_environment(directory, SCHEMA_VERSION, sync=sync)
         return Environment(directory, map_bytes, readonly=readonly, sync=sync)
+
+
+def _refuse_without_store(directory: Path) -> None:
+    """Say what a path is that holds no store; raise OSError where that cannot be seen."""
+    try:
+        (directory / DATA_FILE).stat()
+        return
+    except FileNotFoundError:
+        pass
+    except NotADirectoryError:
+        raise CorruptStore(f"{directory} is a file; give the directory of a store") from None
+    what = f"{directory} holds no store" if directory.exists() else f"there is no {directory}"
+    raise CorruptStore(f"{what}; give the --dir with which the bridge was started")
 
 
 @contextmanager

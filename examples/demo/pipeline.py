@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bridge.ports import held_port
 from examples.demo import rollout
 from examples.demo.rollout import Sample
-from examples.demo.server import Server, free_port
+from examples.demo.server import Server
 from examples.demo.stages import Stages, read_json
 from examples.demo.summary import summarize
 from examples.tiny_model import make_checkpoint
@@ -92,7 +93,7 @@ def _train(
     command = [
         *(sys.executable, "-m", "megatron_trace.launch", "--nproc-per-node", "1"),
         # torchrun's own default is one fixed port: two jobs on a host would meet there.
-        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
+        *("--master-addr", "127.0.0.1", "--master-port", str(held_port())),
         *(str(Path(__file__).with_name("trainer.py")), mode),
         *(word for key, value in options.items() for word in (f"--{key}", str(value))),
     ]

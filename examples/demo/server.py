@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,19 +13,14 @@ from typing import Any
 
 import requests
 
+from bridge.ports import held_port
+
 START_TIMEOUT_S = 240
 BRIDGE_LINE = "bridge ready "
 
 
 class ServerFailed(Exception):
     """The server did not start or answered with an error; the message ends with its log."""
-
-
-def free_port() -> int:
-    """A loopback port nobody holds right now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @dataclass
@@ -36,7 +30,7 @@ class Server:
     model: Path
     log: Path
     flags: list[str]
-    port: int = field(default_factory=free_port)
+    port: int = field(default_factory=held_port)
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -49,6 +43,7 @@ class Server:
         command = [
             *(sys.executable, "-m", "sglang_trace.launch_server"),
             *("--model-path", str(self.model), "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--nccl-port", str(held_port())),
             *self.flags,
         ]
         with self.log.open("wb") as log:
@@ -70,6 +65,8 @@ class Server:
             assert self.process is not None
             if (code := self.process.poll()) is not None:
                 raise ServerFailed(f"the server ended with exit code {code}:\n{self.log_tail()}")
+            if "address already in use" in self.log_tail():
+                raise ServerFailed(f"port {self.port} was taken meanwhile:\n{self.log_tail()}")
             try:
                 if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return

@@ -18,8 +18,8 @@ from typing import Any
 
 import requests
 
+from bridge.ports import held_port
 from scripts.unchanged.measured import Failed, Measured
-from scripts.unchanged.ports import free_port
 from scripts.unchanged.sites import Site
 from scripts.unchanged.stand_in import make_stand_in
 
@@ -112,11 +112,11 @@ def _serving(site: Site, model: Path, log: Path) -> Iterator[str]:
     stand_in = () if site.patched else (make_stand_in(log.parent / "stand_in"),)
     environment = site.environment(*stand_in)
     site.require_first(environment)
-    port = free_port()
+    port = held_port()
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *FLAGS]
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            [*command, "--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(held_port())],
             cwd=log.parent,
             env=environment,
             stdout=sink,

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
+from bridge.ports import held_port
 from scripts.unchanged.measured import Failed, Measured
-from scripts.unchanged.ports import free_port
 from scripts.unchanged.sites import Site
 from scripts.unchanged.stand_in import make_stand_in
 
@@ -143,7 +143,7 @@ def _run(site: Site, place: Path, path: str, work: Path) -> dict[str, str]:
     for plugin in ("scripts.unchanged.thread_limit", *SUITES[site.target].plugins):
         command += ["-p", plugin]
     stand_in = (make_stand_in(work / "stand_in"),) if site.target == "sglang" else ()
-    environment = site.environment(*stand_in, **OFFLINE, MASTER_PORT=str(free_port()))
+    environment = site.environment(*stand_in, **OFFLINE, MASTER_PORT=str(held_port()))
     site.require_first(environment)
     try:
         run = subprocess.run(

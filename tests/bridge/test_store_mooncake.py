@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from bridge.embedded import EmbeddedBridge
 from bridge.errors import StoreFull, TraceError
 from bridge.layout import Part, RecordLayout
 from bridge.mooncake_pool import POOL_READY
+from bridge.ports import held_port
 from bridge.producer import RecordProducer
 from bridge.store import CorruptStore, DiskStore, Entry, MooncakeStore, Store, Wanted
 from bridge.store.pool import NoMooncake, Pool, PoolUnreachable
@@ -53,7 +53,7 @@ class RunningPool:
 
 
 def _start_pool(port: int = 0) -> RunningPool:
-    port = port or _free_port()
+    port = port or held_port()
     command = [sys.executable, "-m", "bridge", "mooncake", "--size", f"{POOL_MIB}MiB"]
     command += ["--port", str(port), "--parent", str(os.getpid())]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -214,7 +214,7 @@ def test_rows_on_their_way_at_kill_9_are_sent_again_and_nothing_stays_behind(
     make_rows: Callable[..., NDArray[np.uint8]],
     start_process: Start,
 ) -> None:
-    endpoint = f"tcp://127.0.0.1:{_free_port()}"
+    endpoint = f"tcp://127.0.0.1:{held_port()}"
     options = {"mooncake": shared_pool.master, "memory_limit": "1MiB", "endpoint": endpoint}
     bridge = start_process(tmp_path, **options)
     payload = make_rows(Part.FORWARD, range(400))
@@ -420,12 +420,6 @@ def _elsewhere(pool: RunningPool) -> Pool:
 def _key(tmp_path: Path, number: int, opening: int = 0) -> str:
     name = (tmp_path / "store" / "pool").read_text().split()[0]
     return f"bridge/{name}/{opening}/{number}"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _children(pid: int) -> list[int]:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from bridge.layout import RecordLayout
+from bridge.ports import held_port
 from examples.demo import rollout
-from examples.demo.server import Server, free_port
+from examples.demo.server import Server
 from examples.tiny_model import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         rollout.save(samples, out / "rollout.json")
         command = [
             *(sys.executable, "-m", "megatron_trace.launch", "--nproc-per-node", "1"),
-            *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
+            *("--master-addr", "127.0.0.1", "--master-port", str(held_port())),
             *("examples/demo/trainer.py", "check", "--bridge", server.bridge),
             *("--model", str(model), "--rollout", str(out / "rollout.json")),
             *("--result", str(out / "result.json")),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import requests
 
 from bridge.client import TraceClient
+from bridge.ports import held_port
 
 # On a GPU host the first start compiles kernels.
 START_TIMEOUT_S = 400
@@ -82,9 +82,10 @@ class LiveServer:
 @contextmanager
 def serving(model: Path, log: Path, *flags: str) -> Iterator[LiveServer]:
     """Start the launcher, wait until it serves, and end it and all its processes afterwards."""
-    port = free_port()
+    port = held_port()
     command = [sys.executable, "-m", "sglang_trace.launch_server", "--model-path", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *flags]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--nccl-port", str(held_port()), *flags]
     with log.open("wb") as sink:
         process = subprocess.Popen(
             command,
@@ -120,12 +121,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(10)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def tokens_of(reply: dict[str, Any], prompt: list[int]) -> list[int]:

@@ -22,9 +22,10 @@ from bridge import embedded
 from bridge.client import TraceClient
 from bridge.digest import digest
 from bridge.fp4 import quantize_weight
+from bridge.ports import held_port
 from examples.tiny_model import make_checkpoint
 from tests.sglang_trace.conftest import CAPTURE_FLAGS, SERVER_FLAGS
-from tests.sglang_trace.live_server import LiveServer, free_port, serving
+from tests.sglang_trace.live_server import LiveServer, serving
 
 pytestmark = pytest.mark.server
 
@@ -89,7 +90,7 @@ GROUP = "trainer"
 @contextmanager
 def update_group(server: LiveServer) -> Iterator[ProcessGroup]:
     """A process group of this process, the trainer's rank 0, and the server; gloo, so no GPU."""
-    port = free_port()
+    port = held_port()
     body = {
         "master_address": "127.0.0.1",
         "master_port": port,
