@@ -57,7 +57,7 @@ def draw_rates(axes: Axes, rows: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def draw_step(axes: Axes, rows: dict[str, list[dict[str, Any]]]) -> None:
-    """The step at the longest context, by part."""
+    """The time of a token at the longest context, by part: a step over its batch."""
     longest = max(row["context"] for mine in rows.values() for row in mine)
     at = [
         row
@@ -68,12 +68,12 @@ def draw_step(axes: Axes, rows: dict[str, list[dict[str, Any]]]) -> None:
     names = [f"{LABELS[row['configuration']]}\n({row['batch']})" for row in at]
     left = [0.0] * len(at)
     for part in PARTS:
-        widths = [max(0.0, row["split_ms"][part]) for row in at]
+        widths = [max(0.0, row["split_ms"][part]) / row["batch"] for row in at]
         axes.barh(names, widths, left=left, label=part)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=7)
-    axes.set(xlabel="ms a step", title=f"step at {longest // 1024}K (batch)")
+    axes.set(xlabel="ms a token", title=f"step ÷ batch at {longest // 1024}K (batch)")
     if at:
         below = {"loc": "upper center", "bbox_to_anchor": (0.4, -0.2)}
         axes.legend(fontsize=7, ncols=len(PARTS), columnspacing=1.0, frameon=False, **below)
