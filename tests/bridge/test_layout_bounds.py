@@ -251,6 +251,15 @@ class TestLayout:
         low.narrow(tensor_slice=TensorSlice(fc2=(64, 96)))
         low.narrow(tensor_slice=TensorSlice(fc2=(0, 64)))
 
+    def test_low_bits_are_no_scale(self) -> None:
+        low = RecordLayout(SHAPE, (1,), (Site.FC1,), scale_bits=2)
+        rows = torch.zeros(1, low.row_bytes(Part.FORWARD), dtype=torch.uint8)
+        with refused(
+            "The record holds 2 bits of a block scale: read them next to the trainer's own with "
+            "bridge.low_scales, or capture with --trace-scale-bits 8."
+        ):
+            low.site(rows, Site.FC1, 1).effective_scale()
+
     def test_a_site_that_is_not_held(self) -> None:
         with refused(
             "The record holds no k of layer 2: capture it in the rollout or ask for the layers "
