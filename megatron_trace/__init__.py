@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from megatron_trace.enable import disable_fp4, enable_fp4, free_rounded_weights
     from megatron_trace.fetch import fetch_records
     from megatron_trace.guidance import Guidance
+    from megatron_trace.hooks import bind_micro_batch
     from megatron_trace.microbatch import GuidedMicroBatch
 
 __all__ = [
     "Guidance",
     "GuidedMicroBatch",
     "TraceTrainerConfig",
+    "bind_micro_batch",
     "disable_fp4",
     "enable_fp4",
     "fetch_records",
@@ -30,6 +32,7 @@ _HOME = {
     "Guidance": "guidance",
     "GuidedMicroBatch": "microbatch",
     "TraceTrainerConfig": "config",
+    "bind_micro_batch": "hooks",
     "disable_fp4": "enable",
     "enable_fp4": "enable",
     "fetch_records": "fetch",

@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import nn
 
 from bridge.layout import Site
-from megatron_trace.context import current_scope
+from megatron_trace.context import current_scope, never_compiled
 from megatron_trace.forward_check import FormMismatch
 from megatron_trace.parallel import TensorParallel
 
@@ -49,7 +49,7 @@ class LayerEntry:
 
 def watch(module: nn.Module, entry: Callable[..., None]) -> None:
     """Call `entry(module, args, kwargs)` before every forward of a module."""
-    handle = module.register_forward_pre_hook(entry, with_kwargs=True)
+    handle = module.register_forward_pre_hook(never_compiled(entry), with_kwargs=True)
     module.__dict__.setdefault(_WATCHES, []).append(handle)
 
 

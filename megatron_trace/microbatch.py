@@ -201,7 +201,10 @@ class GuidedMicroBatch:
         return self._counts[_SITES.index(site), layer]
 
     def report(self, group: torch.distributed.ProcessGroup | None = None) -> Report:
-        """Return the counts so far; waits for the device.
+        """Return the counts of all forwards so far; waits for the device.
+
+        A log-prob pass and a training pass under one micro-batch add up: build one for each pass to
+        report them apart.
 
         Args:
             group: sum over the ranks of this group, all of which must call.

@@ -5,6 +5,10 @@ forward's micro-batch, so there is no queue to keep in step with pipeline schedu
 recomputation. Only the choice is replayed: the probabilities are the trainer's own scores at the
 recorded ids, with their gradient.
 
+Megatron's auxiliary losses are computed from the trainer's own choice, which never comes here.
+Padding has no record and follows the trainer's own choice: equal pad tokens all go to one set of
+experts.
+
 Shape legend: T tokens this rank computes, E experts, K expert slots.
 """
 
@@ -17,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bridge.layout import ModelShape, Site
-from megatron_trace.context import current_scope
+from megatron_trace.context import current_scope, never_compiled
 from megatron_trace.parallel import TensorParallel
 from megatron_trace.rounding import Counter, RowState
 
@@ -33,6 +37,7 @@ class RecordedRoutes:
     tokens: TensorParallel
     layer_number: int | None = None  # set by Megatron's router
 
+    @never_compiled
     def get_replay_topk(
         self,
         scores_TE: Tensor,
