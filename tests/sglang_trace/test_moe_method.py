@@ -107,6 +107,12 @@ def test_a_matrix_split_over_ranks_is_refused(layer: Any, expert: int, rows: int
         load(layer, expert, "up", torch.ones(rows, HIDDEN))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])
+def test_a_matrix_that_is_quantized_already_is_refused(layer: Any, dtype: torch.dtype) -> None:
+    with pytest.raises(ExpertsNotLoaded, match="serve and send weights in BF16"):
+        load(layer, 0, "up", torch.ones(WIDTH, HIDDEN).to(dtype))
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_parallel_ranks_hold_parts_of_the_matrix_that_was_quantized_whole(
     size: int, matrices: dict[tuple[int, str], torch.Tensor]
