@@ -126,7 +126,7 @@ def test_a_full_store_makes_the_engine_wait_until_there_is_room_and_loses_nothin
     layout: RecordLayout,
     make_rows: Callable[..., NDArray[np.uint8]],
 ) -> None:
-    endpoint = serve(MemoryStore(144 << 10))
+    endpoint = serve(MemoryStore(160 << 10))
     payload = np.repeat(make_rows(Part.FORWARD, range(100)), 20, axis=0)
     with RecordProducer(endpoint, resend_after_s=0.1) as producer, TraceClient(endpoint) as trainer:
         producer.hello("e", layout)
@@ -149,7 +149,7 @@ def test_an_engine_that_waits_for_a_full_store_is_told_so_at_its_deadline(
     layout: RecordLayout,
     make_rows: Callable[..., NDArray[np.uint8]],
 ) -> None:
-    endpoint = serve(MemoryStore(144 << 10))
+    endpoint = serve(MemoryStore(160 << 10))
     payload = np.repeat(make_rows(Part.FORWARD, range(100)), 20, axis=0)
     with (
         closing(
@@ -182,7 +182,7 @@ def test_an_engine_that_may_drop_does_not_wait_for_a_full_store_for_ever(
     layout: RecordLayout,
     make_rows: Callable[..., NDArray[np.uint8]],
 ) -> None:
-    endpoint = serve(MemoryStore(144 << 10))
+    endpoint = serve(MemoryStore(160 << 10))
     payload = np.repeat(make_rows(Part.FORWARD, range(100)), 20, axis=0)
     with closing(
         RecordProducer(endpoint, resend_after_s=0.1, deadline_s=0.5, overflow=Overflow.DROP)
