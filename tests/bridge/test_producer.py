@@ -201,7 +201,7 @@ def test_an_engine_that_may_drop_goes_on_and_says_how_many_rows_are_missing(
     layout: RecordLayout,
     make_rows: Callable[..., NDArray[np.uint8]],
 ) -> None:
-    endpoint = serve(MemoryStore(192 << 10))
+    endpoint = serve(MemoryStore(216 << 10))
     payload = np.repeat(make_rows(Part.FORWARD, range(100)), 20, axis=0)
     with RecordProducer(endpoint, overflow=Overflow.DROP) as producer:
         producer.hello("e", layout)
