@@ -13,6 +13,8 @@ import zmq
 
 from bridge.client import TraceClient
 from bridge.layout import Part
+from bridge.store import upkeep
+from bridge.store.directory import DATA_FILE
 from bridge.wire import (
     Error,
     Gc,
@@ -66,6 +68,7 @@ class Session:
     _endpoint: str = ""
     _context: zmq.Context[zmq.Socket[bytes]] | None = None
     _seq: int = 0
+    _copies: int = 0
     _refused: list[tuple[int, Message]] = field(default_factory=list)
 
     @property
@@ -73,15 +76,19 @@ class Session:
         """Below it failpoints count."""
         return self.folder / "files"
 
+    @property
+    def _store(self) -> Path:
+        return self.files / "store"
+
     # --- works
 
     def start(self) -> bool:
         """Start the daemon; return whether it serves."""
-        work = daemon(self.files / "store", KEEP, _DISK_LIMIT, self.sabotage)
+        work = daemon(self._store, KEEP, _DISK_LIMIT, self.sabotage)
         self._daemon = Forked(self.plan, self.files, work)
         self._endpoint = endpoint_of(self._daemon.line(self.end))
         if not self._endpoint:
-            self._note_end(self._daemon.wait(self.end), "starts")
+            self._note_end(self._daemon.wait(self.end), "is opened")
             self.close()
         return bool(self._endpoint)
 
@@ -115,9 +122,57 @@ class Session:
             self._daemon.kill(signal.SIGTERM)
             status = self._daemon.wait(self.end)
             if status:
-                self._note_end(status, "stops")
+                self._note_end(status, "is closed")
             self.close()
         self.start()
+
+    def back_up(self) -> None:
+        """Copy the store while it is served; a copy that can be served is whole."""
+        copy = self.files / f"copy{self._copies}"
+        self._copies += 1
+        done = self._upkeep(lambda: upkeep.back_up(self._store, copy, _unwatched), "is copied")
+        armed, self.faulty = self.faulty, None
+        self.plan.disarm()
+        if (copy / DATA_FILE).exists():
+            self._verify_copy(copy)
+        elif done:
+            self.outcome.reports.append("a copy that is done is not there")
+        if not done:
+            self.outcome.refused += armed is None
+            if armed is not None:
+                self.back_up()
+
+    def compact(self) -> None:
+        """Stop the daemon, compact the store and serve it again."""
+        if self._daemon is not None:
+            self._daemon.kill(signal.SIGTERM)
+            self._daemon.wait(self.end)
+        self.close()
+        self._upkeep(lambda: upkeep.compact(self._store, _unwatched), "is compacted")
+        self.start()
+
+    def _upkeep(self, work: Work, doing: str) -> bool:
+        """Do work on the store in a process of its own; return whether it was done."""
+        process = Forked(self.plan, self.files, work)
+        try:
+            status = process.wait(self.end)
+        finally:
+            process.close()
+        if status:
+            self._note_end(status, doing)
+        return not status
+
+    def _verify_copy(self, copy: Path) -> None:
+        """Serve a copy for a moment and read everything back."""
+        served = Forked(self.plan, self.files, daemon(copy, KEEP, _DISK_LIMIT, self.sabotage))
+        try:
+            endpoint = endpoint_of(served.line(self.end))
+            if endpoint:
+                self.verify(endpoint)
+            else:
+                self.outcome.refused += 1
+        finally:
+            served.close()
 
     # --- what follows a failure
 
@@ -143,9 +198,10 @@ class Session:
         if self._serves():
             self.verify()
 
-    def verify(self) -> None:
+    def verify(self, endpoint: str = "") -> None:
         """Read everything back; the rows acknowledged count as of the last time."""
-        with TraceClient(self._endpoint, timeout_s=max(0.1, self.end - time.monotonic())) as client:
+        at, left_s = endpoint or self._endpoint, max(0.1, self.end - time.monotonic())
+        with TraceClient(at, timeout_s=left_s) as client:
             seen = self.history.verify(client)
         self.outcome.acknowledged = 0
         self.outcome += seen
@@ -247,7 +303,7 @@ class Session:
     def _revived(self) -> None:
         """Note why the daemon ended and start it again, so that the work goes on."""
         assert self._daemon is not None
-        self._note_end(self._daemon.wait(self.end), "serves")
+        self._note_end(self._daemon.wait(self.end), "is served")
         self.close()
         self.plan.disarm()
         self._serves()
@@ -260,10 +316,14 @@ class Session:
         )
         if killed and status == -signal.SIGKILL:
             return
-        if self.faulty is not None and status == REFUSED and doing != "serves":
+        if self.faulty is not None and status == REFUSED and doing != "is served":
             return
         told = "with a traceback" if status == BROKEN else f"with status {status}"
-        self.outcome.reports.append(f"the daemon ends {told} while it {doing}")
+        self.outcome.reports.append(f"a process ends {told} while the store {doing}")
+
+
+def _unwatched(_done: int, _of: int) -> None:
+    """Show no progress."""
 
 
 WORKS: dict[str, Callable[[Session], None]] = {
@@ -271,6 +331,8 @@ WORKS: dict[str, Callable[[Session], None]] = {
     "appends": Session.append,
     "steps, --keep and gc": Session.collect,
     "a stop and start": Session.stop_and_start,
+    "backup": Session.back_up,
+    "compact": Session.compact,
 }
 
 

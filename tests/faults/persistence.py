@@ -30,6 +30,8 @@ _SHARES = {
     "appends": 1.5,
     "steps, --keep and gc": 2.6,
     "a stop and start": 0.7,
+    "backup": 0.5,
+    "compact": 0.7,
 }
 _fresh = multiprocessing.get_context("spawn")
 
@@ -90,17 +92,14 @@ class Workers:
 
     @contextmanager
     def worker(self) -> Iterator[Worker]:
-        """Give a worker; one that does not answer is not used again."""
+        """Give a worker; one that does not answer is ended, and so is every job given to it."""
         worker = self._free.get()
         try:
             yield worker
-        except Hang:
-            self._workers.remove(worker)
+        except (Hang, EOFError, OSError):
             worker.close()
-            if not self._workers:
-                raise RuntimeError("no worker answers any more") from None
             raise
-        else:
+        finally:
             self._free.put(worker)
 
     def close(self) -> None:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import errno
 import multiprocessing
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from tests.faults.failpoints import Action, Failure, Plan, attach, cannot_compile, loaded
+from tests.faults.fault import Fault
 from tests.faults.outcome import Outcome
 from tests.faults.persisted import WORKS, Session, run
+from tests.faults.persistence import Workers, failpoint
+from tests.faults.repeat import repeat
 
 pytestmark = pytest.mark.skipif(bool(cannot_compile()), reason=cannot_compile())
 
@@ -245,11 +251,25 @@ def test_calls_below_the_folder_meet_the_failure_from_the_chosen_one_on(
 
 def test_a_session_reports_a_daemon_that_ends_by_itself(tmp_path: Path) -> None:
     session = Session(tmp_path, Plan(tmp_path / "plan"))
-    session._note_end(70, "serves")
+    session._note_end(70, "is served")
     session.faulty = _FULL
-    session._note_end(1, "starts")
-    session._note_end(1, "serves")
+    session._note_end(1, "is opened")
+    session._note_end(1, "is served")
     assert session.outcome.reports == [
-        "the daemon ends with a traceback while it serves",
-        "the daemon ends with status 1 while it serves",
+        "a process ends with a traceback while the store is served",
+        "a process ends with status 1 while the store is served",
     ]
+
+
+def test_workers_that_have_ended_are_reported_and_nothing_waits_for_them(tmp_path: Path) -> None:
+    with loaded(tmp_path):
+        workers = Workers(tmp_path)
+    try:
+        for worker in workers._workers:
+            worker._process.kill()
+        fault = Fault("a fault", "disk", partial(failpoint, "appends", (_FULL, _FULL)))
+        fault = replace(fault, setting=lambda _: nullcontext(workers), side_by_side=4)
+        row = repeat(fault, [*range(8)], scratch=tmp_path)
+        assert len(row.violations) == 8
+    finally:
+        workers.close()
