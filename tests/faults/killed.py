@@ -30,6 +30,7 @@ from tests.faults.processes import (
 from tests.faults.verifier import compare, verify
 
 _SIDE_BY_SIDE = 6
+_OLD_ROWS = 400
 _TRAJECTORIES_OF_A_STREAM = 2
 _RESTARTED = "the daemon is restarted"
 
@@ -95,8 +96,11 @@ def daemon_killed_in_its_start(repetition: Repetition) -> Outcome:
 
 
 def daemon_killed_while_it_collects(repetition: Repetition) -> Outcome:
-    """An RL step begins, which lets go of what repetitions before have left; then kill -9."""
+    """An RL step begins, which lets go of what was recorded two steps ago; then kill -9."""
     with repetition.setting.bridge() as bridge:
+        engine.fill(bridge.endpoint, Expected(f"old-{repetition.seed}", _OLD_ROWS))
+        with asking(bridge.endpoint, repetition.end) as client:
+            client.begin_step(client.stats().step + 1)
         stream = repetition.stream(bridge.endpoint)
         with running(engine.run, stream) as process:
             outcome = finish(repetition, process, stream)
