@@ -59,16 +59,16 @@ def test_endpoints_keep_their_order_without_the_blanks() -> None:
 
 
 def test_as_many_bridges_as_a_row_number_has_room_for() -> None:
-    most = [f"tcp://h:{port}" for port in range(64)]
+    most = [f"tcp://h:{port}" for port in range(1, 65)]
     assert parse_endpoints(",".join(most)) == tuple(most)
     with pytest.raises(InvalidEndpoints, match="give 1 to 64 endpoints"):
-        parse_endpoints(",".join([*most, "tcp://h:64"]))
+        parse_endpoints(",".join([*most, "tcp://h:65"]))
 
 
 @pytest.mark.parametrize("text", ["", " ", "tcp://a:1,", ",tcp://a:1", "tcp://a:1,,tcp://b:1"])
 def test_an_empty_place_in_the_list_is_refused(text: str) -> None:
     sentence = (
-        f"{text!r} names no bridges: give 1 to 64 endpoints such as tcp://HOST:7707, "
+        f"{text!r} names no bridges; give 1 to 64 endpoints such as tcp://HOST:7707, "
         "separated by commas"
     )
     with pytest.raises(InvalidEndpoints, match=f"^{re.escape(sentence)}$"):
@@ -76,5 +76,5 @@ def test_an_empty_place_in_the_list_is_refused(text: str) -> None:
 
 
 def test_a_bridge_named_twice_is_refused() -> None:
-    with pytest.raises(InvalidEndpoints, match="names a bridge twice: give every bridge once"):
+    with pytest.raises(InvalidEndpoints, match="names a bridge twice; give every bridge once"):
         parse_endpoints("tcp://a:1, tcp://a:1")

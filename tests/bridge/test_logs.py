@@ -20,6 +20,7 @@ from bridge.client import TraceClient
 from bridge.layout import Part, RecordLayout
 from bridge.observe.logs import Event, JsonLines, event
 from bridge.producer import RecordProducer
+from bridge.store.directory import CHECKPOINT_FILE
 from bridge.wire import Policy
 from tests.bridge.observed import Observed, observed_daemon
 
@@ -137,6 +138,7 @@ def test_damage_found_in_a_store_is_told_by_entry_and_row(
         last, _ = list(txn.cursor(journal))[-1]
         txn.put(last, b"spoiled", db=journal)
     environment.close()
+    (tmp_path / "store" / CHECKPOINT_FILE).unlink()  # with it nobody reads the journal's beginning
     with observed_daemon(tmp_path / "log2", *JSON, *store) as daemon:
         with TraceClient(daemon.endpoint) as trainer:
             assert trainer.fetch("t").forward_valid.tolist() == [True, False, True]

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from bridge import embedded
 from bridge.client import TraceClient
 from bridge.errors import BridgeUnreachable
+from bridge.ports import held_port
 from tests.faults.outcome import Hang
 
 T = TypeVar("T")
@@ -47,8 +48,10 @@ class Bridge:
     def __init__(self, directory: Path | None = None, **options: Any) -> None:
         self.directory = directory
         self.options = options
-        self._running = embedded.start(directory, **options)
-        self.endpoint = self._running.endpoint
+        # Nobody else may listen there between a kill and the restart: an engine that goes on would
+        # have its rows acknowledged by another daemon.
+        self.endpoint = f"tcp://127.0.0.1:{held_port()}"
+        self._running = embedded.start(directory, endpoint=self.endpoint, **options)
 
     @property
     def pid(self) -> int:
