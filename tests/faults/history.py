@@ -37,7 +37,8 @@ class Group:
     """A trajectory and its rows [first, stop), all sent within one RL step.
 
     Attributes:
-        step: the step in which it was first sent; retries may come in a later one.
+        step: the earliest step to which the bridge may count it: the last one acknowledged when it
+            was first sent. A step that was sent and not acknowledged may never have begun.
         pinned: a pin of it was acknowledged.
         states: (sent state, acknowledged), in order.
         held: parts whose rows are acknowledged.
@@ -80,7 +81,7 @@ class History:
         first = max((group.stop for group in self.groups.values()), default=0)
         end = self.expected.end_of_version(first)
         first = first if first + rows <= end else end
-        self.groups[name] = Group(first, first + rows, self.step)
+        self.groups[name] = Group(first, first + rows, self.acknowledged_step)
         return self.groups[name]
 
     def send(self, message: Message) -> None:
@@ -97,7 +98,7 @@ class History:
                 for name in message.trajectories:
                     self.groups[name].pinned = False
             case WeightDigests():
-                told = dict(message.digests), self.step
+                told = dict(message.digests), self.acknowledged_step
                 self._digests[message.weight_version] = told
             case _:
                 pass
