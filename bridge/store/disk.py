@@ -7,6 +7,7 @@ them and not the records. Space of dropped entries is used again; the file itsel
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
@@ -451,11 +452,22 @@ def _readable(directory: Path) -> Iterator[None]:
         yield
     except (lmdb.Error, struct.error, CutOff) as error:
         raise CorruptStore(
-            f"the store in {directory} is not readable ({error}); restore it from a copy, "
-            "or move it away and serve an empty --dir"
+            f"the store in {directory} is not readable ({error}); {_remedy(error)}"
         ) from error
     except OSError as error:
         raise CorruptStore(
             f"the store in {directory} cannot be opened ({error.strerror or error}); free space "
             "on its disk and make its files this user's, or choose another --dir"
         ) from error
+
+
+def _remedy(error: Exception) -> str:
+    """Say what helps: a store on a disk that takes no writes is not a damaged one."""
+    reason = str(error)  # LMDB passes the system's errors on as text
+    if os.strerror(errno.ENOSPC) in reason:
+        return "free space on its disk, or choose another --dir"
+    if os.strerror(errno.EROFS) in reason:
+        return "mount its file system for writing, or choose another --dir"
+    if os.strerror(errno.EIO) in reason:
+        return "check its disk, or choose another --dir"
+    return "restore it from a copy, or move it away and serve an empty --dir"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -188,3 +189,24 @@ def _alter(file: Path, content: bytes) -> None:
 
 def _payload(held: Held | None) -> bytes | None:
     return None if held is None else bytes(held.payload)
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        (errno.ENOSPC, "free space on its disk"),
+        (errno.EROFS, "mount its file system for writing"),
+        (errno.EIO, "check its disk"),
+        (errno.EINVAL, "restore it from a copy"),
+    ],
+)
+def test_a_start_that_the_disk_refuses_is_not_called_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int, remedy: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise lmdb.Error(f"mdb_env_open: {os.strerror(reason)}")
+
+    DiskStore(tmp_path, 1 << 20).close()
+    monkeypatch.setattr("bridge.store.environment.lmdb.open", refuse)
+    with pytest.raises(CorruptStore, match=remedy):
+        DiskStore(tmp_path, 1 << 20)
