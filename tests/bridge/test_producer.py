@@ -134,7 +134,7 @@ def test_a_full_store_makes_the_engine_wait_until_there_is_room_and_loses_nothin
         producer.flush()
         producer.send_rows(Part.FORWARD, range(2000, 4000), payload, "v")
         with pytest.raises(StoreFull, match="--memory-limit"):
-            producer.flush(timeout_s=0.5)
+            producer.flush(timeout_s=3.0)
         assert producer.acknowledged_rows == 2000
         assert trainer.stats().full
         trainer.begin_step(1)
