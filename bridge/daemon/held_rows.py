@@ -108,8 +108,10 @@ def require_distinct(block: Block) -> None:
 
 def extent(rows_N: NDArray[np.int64]) -> tuple[int, int]:
     """Return the lowest and the highest row number."""
-    if len(rows_N) == 1:
-        return int(rows_N[0]), int(rows_N[0])
+    first, last = int(rows_N[0]), int(rows_N[-1])
+    # Without gaps and turns, as engines number them, these are the ends: no pass over all.
+    if last - first == len(rows_N) - 1 and bool((rows_N[1:] > rows_N[:-1]).all()):
+        return first, last
     return int(rows_N.min()), int(rows_N.max())
 
 
