@@ -36,7 +36,7 @@ class HeldRows:
         """
         block = message.block
         engine = self._catalog.engines[block.engine_id]
-        if extent(block.rows)[0] > engine.highest_row(block):
+        if block.extent.lowest > engine.highest_row(block):
             return False
         places_N = engine.held_rows(block)
         at_M = np.flatnonzero(places_N["block"] >= 0)
@@ -75,8 +75,7 @@ class Arriving:
     def overlaps(self, block: Block) -> bool:
         """Whether a row of a block is among those that have arrived."""
         sender = _sender(block)
-        first, _ = extent(block.rows)
-        if first > self._highest.get(sender, -1):
+        if block.extent.lowest > self._highest.get(sender, -1):
             return False
         return any(bool(np.isin(block.rows, rows).any()) for rows in self._rows[sender])
 
@@ -84,7 +83,7 @@ class Arriving:
         """Note the rows of a block."""
         sender = _sender(block)
         self._rows.setdefault(sender, []).append(block.rows)
-        self._highest[sender] = max(self._highest.get(sender, -1), extent(block.rows)[1])
+        self._highest[sender] = max(self._highest.get(sender, -1), block.extent.highest)
 
     def clear(self) -> None:
         """Forget all: the catalog knows them now."""
@@ -94,25 +93,15 @@ class Arriving:
 
 def require_distinct(block: Block) -> None:
     """Raise RowTaken if a row number stands twice in a message."""
-    rows_N = block.rows
-    if len(rows_N) == 1 or bool((rows_N[1:] > rows_N[:-1]).all()):
+    if block.extent.is_run:
         return
-    ordered_N = np.sort(rows_N)
+    ordered_N = np.sort(block.rows)
     twice = ordered_N[1:][ordered_N[1:] == ordered_N[:-1]]
     if len(twice):
         raise RowTaken(
             f"engine {block.engine_id} sent row {int(twice[0])} twice in one message; number every "
             "row that is computed once"
         )
-
-
-def extent(rows_N: NDArray[np.int64]) -> tuple[int, int]:
-    """Return the lowest and the highest row number."""
-    first, last = int(rows_N[0]), int(rows_N[-1])
-    # Without gaps and turns, as engines number them, these are the ends: no pass over all.
-    if last - first == len(rows_N) - 1 and bool((rows_N[1:] > rows_N[:-1]).all()):
-        return first, last
-    return int(rows_N.min()), int(rows_N.max())
 
 
 def _sender(block: Block) -> Sender:

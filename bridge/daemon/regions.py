@@ -19,8 +19,8 @@ from bridge.wire.fields import wire_bytes
 
 _MOST_OPEN = 64
 _MOST_LENT = 1 << 30
-# A place takes memory here too once it is touched, until it is looked away from.
-_PAGE_BYTES = mmap.PAGESIZE
+# Of a region, what is touched is counted and looked away from in tracts of so many bytes.
+_TRACT_BYTES = 1 << 20
 _IDLE_S = 30.0
 
 
@@ -41,12 +41,13 @@ class _Open:
             return None
         return self.memory[place.offset : end]
 
-    def look_away(self, offset: int, nbytes: int) -> None:
-        """Have a place take no memory of this process: what stands there is the client's."""
+    def look_away(self, tract: int) -> None:
+        """Have a tract take no memory of this process: what stands there is the client's."""
         assert self.memory is not None
         assert isinstance(self.memory.obj, mmap.mmap)
-        begin = offset // _PAGE_BYTES * _PAGE_BYTES
-        self.memory.obj.madvise(mmap.MADV_DONTNEED, begin, offset + nbytes - begin)
+        begin = tract * _TRACT_BYTES
+        nbytes = min(_TRACT_BYTES, self.memory.nbytes - begin)
+        self.memory.obj.madvise(mmap.MADV_DONTNEED, begin, nbytes)
 
 
 class Regions:
@@ -58,9 +59,14 @@ class Regions:
     def __init__(self, most_bytes: int = _MOST_LENT) -> None:
         self._most_bytes = most_bytes
         self._open: dict[bytes, _Open] = {}
-        # Bytes by (client, offset of the place), in the order of their last use.
-        self._touched: OrderedDict[tuple[bytes, int], int] = OrderedDict()
-        self.nbytes = 0
+        # Tracts by client, which take memory here too until they are looked away from, in the order
+        # of their last use.
+        self._touched: OrderedDict[tuple[bytes, int], None] = OrderedDict()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of clients' memory that this process maps and has touched, at most."""
+        return len(self._touched) * _TRACT_BYTES
 
     def landing(self, peer: bytes, place: Place | None, seq: int) -> Landing | None:
         """Return the place that a client lends for answer ``seq``, None if there is none in reach.
@@ -108,16 +114,17 @@ class Regions:
         """Let go of a client's region."""
         self._open.pop(peer, None)
         for key in [key for key in self._touched if key[0] == peer]:
-            self.nbytes -= self._touched.pop(key)
+            del self._touched[key]
 
     def _touch(self, peer: bytes, offset: int, nbytes: int) -> None:
-        """Count a place that is used next; look away from those not used for longest."""
-        self.nbytes += nbytes - self._touched.pop((peer, offset), 0)
-        self._touched[peer, offset] = nbytes
-        while self.nbytes > self._most_bytes and len(self._touched) > 1:
-            (client, at), gone = self._touched.popitem(last=False)
-            self.nbytes -= gone
-            self._open[client].look_away(at, gone)
+        """Count what is used next; look away from what was not used for longest."""
+        tracts = range(offset // _TRACT_BYTES, (offset + nbytes - 1) // _TRACT_BYTES + 1)
+        for tract in tracts:
+            self._touched[peer, tract] = None
+            self._touched.move_to_end((peer, tract))
+        while self.nbytes > self._most_bytes and len(self._touched) > len(tracts):
+            (client, tract), _ = self._touched.popitem(last=False)
+            self._open[client].look_away(tract)
 
     def _region(self, peer: bytes, place: Place) -> _Open:
         held = self._open.pop(peer, None)

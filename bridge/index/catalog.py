@@ -153,7 +153,8 @@ class Catalog:
             case Hello():
                 return 0 if told.engine_id in self.engines else introduction_bytes(told)
             case Block():
-                return self.engines[told.engine_id].maps[told.part].growth(told.rows)
+                rows = self.engines[told.engine_id].maps[told.part]
+                return rows.growth(told.rows, is_run=told.extent.is_run)
             case Trajectory():
                 known = self.trajectories.get(told.trajectory) or TrajectoryMap()
                 return known.growth(told.start + len(told.tokens))

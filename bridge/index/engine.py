@@ -86,7 +86,9 @@ class Engine:
 
     def place(self, block: Block, number: int) -> None:
         """Note that the store's entry ``number`` holds a checked block."""
-        self.maps[block.part].put(block.rows, number, self._sender(block))
+        self.maps[block.part].put(
+            block.rows, number, self._sender(block), is_run=block.extent.is_run
+        )
 
     def highest_row(self, block: Block) -> int:
         """Return the highest number of a row that the block's rank ever sent of its part."""

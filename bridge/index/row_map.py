@@ -73,11 +73,17 @@ class RowMap:
             self._slabs.append(self._new_slab())
             self._slabs[-1][: len(pages)] = pages
 
-    def put(self, rows_N: NDArray[np.int64], block: int, sender: int = 0) -> None:
-        """Place a sender's rows at offsets 0..N-1 of ``block``; one placed before moves there."""
+    def put(
+        self, rows_N: NDArray[np.int64], block: int, sender: int = 0, *, is_run: bool = False
+    ) -> None:
+        """Place a sender's rows at offsets 0..N-1 of ``block``; one placed before moves there.
+
+        ``is_run``: they count up by one, which need not be found out.
+        """
         places_N = np.arange(len(rows_N)) + (block << _OFFSET_BITS)
-        self.highest[sender] = max(self.highest[sender], int(rows_N.max()))
-        for number, at in _pages(rows_N):
+        highest = int(rows_N[-1]) if is_run else int(rows_N.max())
+        self.highest[sender] = max(self.highest[sender], highest)
+        for number, at in _run_pages(rows_N) if is_run else _pages(rows_N):
             page = self._page(number)
             self._count(page, -1)
             page[:, sender][rows_N[at] & (_PAGE_ROWS - 1)] = places_N[at]
@@ -121,8 +127,11 @@ class RowMap:
                 del self._page_at[number]
                 self._free.append(at)
 
-    def growth(self, rows_N: NDArray[np.int64]) -> int:
+    def growth(self, rows_N: NDArray[np.int64], *, is_run: bool = False) -> int:
         """Return the memory that placing these rows would take at most; exact if it is much."""
+        if is_run and len(rows_N) <= _PAGE_ROWS:
+            pages = (int(rows_N[-1]) >> _PAGE_BITS) - (int(rows_N[0]) >> _PAGE_BITS) + 1
+            return pages * self._page_bytes
         numbers_N = rows_N >> _PAGE_BITS
         heads = np.concatenate(([0], np.flatnonzero(numbers_N[1:] != numbers_N[:-1]) + 1))
         most = len(heads)
@@ -174,6 +183,14 @@ def _unpacked(packed: NDArray[np.int64]) -> NDArray[np.void]:
     places["block"] = packed >> _OFFSET_BITS
     places["offset"] = np.where(packed < 0, 0, packed & ((1 << _OFFSET_BITS) - 1))
     return places
+
+
+def _run_pages(rows_N: NDArray[np.int64]) -> Iterator[tuple[int, slice]]:
+    """Yield (page number, which of the rows are in it) of rows that count up by one."""
+    first = int(rows_N[0])
+    for number in range(first >> _PAGE_BITS, (first + len(rows_N) - 1 >> _PAGE_BITS) + 1):
+        begin = (number << _PAGE_BITS) - first
+        yield number, slice(max(begin, 0), begin + _PAGE_ROWS)
 
 
 def _pages(rows_N: NDArray[np.int64]) -> Iterator[tuple[int, slice | NDArray[np.intp]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import isfinite
 from typing import Any, ClassVar, Self
 
@@ -96,6 +96,23 @@ class Hello(HeaderOnly):
 
 
 @dataclass(frozen=True, slots=True)
+class Extent:
+    """The lowest and the highest row number of a message; ``is_run``: they count up by one."""
+
+    lowest: int
+    highest: int
+    is_run: bool
+
+    @classmethod
+    def of(cls, rows_N: NDArray[np.int64]) -> Self:
+        """Look through row numbers, once if they are a run, as engines number them."""
+        first, last = int(rows_N[0]), int(rows_N[-1])
+        if last - first == len(rows_N) - 1 and bool((rows_N[1:] > rows_N[:-1]).all()):
+            return cls(first, last, True)
+        return cls(int(rows_N.min()), int(rows_N.max()), False)
+
+
+@dataclass(frozen=True)
 class Block:
     """What a Rows message says of its rows: all but the record bytes. This is what is indexed.
 
@@ -114,6 +131,11 @@ class Block:
     shard: int = 0
     weights: str = ""
     incarnation: int = 0
+
+    @cached_property
+    def extent(self) -> Extent:
+        """Which row numbers these are."""
+        return Extent.of(self.rows)
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -142,9 +164,7 @@ class Block:
         """Build from the header and the first frame."""
         fields = Fields(envelope.body)
         rows = vector(envelope.frames[0], "<i8", MAX_ROWS)
-        if int(rows.min()) < 0 or int(rows.max()) > MAX_ROW_NUMBER:
-            raise CorruptMessage("a row number is negative or beyond 2^62; number rows from 0")
-        return cls(
+        block = cls(
             fields.name("engine_id"),
             parsed_part(fields),
             fields.text("weight_version"),
@@ -154,6 +174,9 @@ class Block:
             fields.text("weights", MAX_WEIGHTS_CHARS),
             parsed_incarnation(fields),
         )
+        if block.extent.lowest < 0 or block.extent.highest > MAX_ROW_NUMBER:
+            raise CorruptMessage("a row number is negative or beyond 2^62; number rows from 0")
+        return block
 
 
 @dataclass(frozen=True, slots=True)
