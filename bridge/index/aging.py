@@ -11,6 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from itertools import pairwise
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.index.saved import integers
 
 LARGEST_JUMP = 1 << 16
 
@@ -21,6 +27,18 @@ class LastUsed:
     def __init__(self) -> None:
         self._order: dict[int, None] = {}
         self._newest: int | None = None
+
+    def snapshot(self) -> NDArray[np.int64]:
+        """Return what a checkpoint keeps: the numbers, the newest last."""
+        return integers(self._order)
+
+    @classmethod
+    def restore(cls, numbers: Sequence[int]) -> Self:
+        """Make again what gave a snapshot."""
+        made = cls()
+        for number in numbers:
+            made.use(number)
+        return made
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._order)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from itertools import chain, islice
+from sys import intern
+from typing import Self
 
+from bridge.index.saved import Saved, Snapshot, integers, lengths, lists, texts
 from bridge.index.sizes import text_bytes
 from bridge.wire import WeightDigests
 
@@ -25,6 +29,37 @@ class DigestTable:
     def __init__(self) -> None:
         self._versions: dict[str, _Version] = {}
         self.nbytes = 0
+
+    def snapshot(self) -> Snapshot:
+        """Return what a checkpoint keeps: columns of versions, of their engines, of their digests.
+
+        ``engines`` and ``tensors`` say how many there are of each version and of each engine.
+        """
+        versions = self._versions.values()
+        reports = [report for held in versions for report in held.by_engine.values()]
+        return {
+            "versions": texts(self._versions),
+            "steps": integers(held.step for held in versions),
+            "entries": lists([held.entries for held in versions]),
+            "engines": lengths(held.by_engine for held in versions),
+            "engine_ids": texts([name for held in versions for name in held.by_engine]),
+            "tensors": lengths(reports),
+            "tensor_names": texts(list(chain.from_iterable(reports))),
+            "digests": texts([digest for report in reports for digest in report.values()]),
+        }
+
+    @classmethod
+    def restore(cls, saved: Saved) -> Self:
+        """Make again what gave a snapshot."""
+        made = cls()
+        by_engine = _reports(saved)
+        columns = saved.texts("versions"), saved.integers("steps"), saved.lists("entries")
+        for name, step, entries, engines in zip(*columns, saved.integers("engines"), strict=True):
+            held = _Version(step, entries, dict(islice(by_engine, engines)))
+            held.nbytes = sum(map(digest_bytes, held.by_engine.values()))
+            made._versions[name] = held
+            made.nbytes += held.nbytes
+        return made
 
     def get(self, weight_version: str) -> Mapping[str, Mapping[str, str]]:
         """Return engine -> tensor name -> digest, the engine that reported last standing last."""
@@ -72,6 +107,15 @@ class DigestTable:
             self.nbytes -= held.nbytes
             numbers += held.entries
         return numbers
+
+
+def _reports(saved: Saved) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield (engine, what it reported) version by version."""
+    # Engines name the same tensors.
+    names = map(intern, saved.texts("tensor_names"))
+    digests = zip(names, saved.texts("digests"), strict=True)
+    for engine, tensors in zip(saved.texts("engine_ids"), saved.integers("tensors"), strict=True):
+        yield engine, dict(islice(digests, tensors))
 
 
 def digest_bytes(digests: Mapping[str, str]) -> int:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
+from typing import Self
 
+from bridge.index.saved import Saved, Snapshot, integers, texts
 from bridge.index.sizes import text_bytes
 
 _OBJECT_BYTES = 256
@@ -27,6 +29,24 @@ class Pins:
     def __init__(self) -> None:
         self._pins: dict[str, _Pin] = {}
         self.nbytes = 0
+
+    def snapshot(self) -> Snapshot:
+        """Return what a checkpoint keeps: no end of a lease, all of which begin anew."""
+        pins = self._pins.values()
+        return {
+            "names": texts(self._pins),
+            "leases": integers(pin.lease_s for pin in pins),
+            "entries": integers(pin.entry for pin in pins),
+        }
+
+    @classmethod
+    def restore(cls, saved: Saved) -> Self:
+        """Make again what gave a snapshot; its leases begin with `begin_anew`."""
+        made = cls()
+        columns = saved.texts("names"), saved.integers("leases"), saved.integers("entries")
+        for name, lease_s, entry in zip(*columns, strict=True):
+            made.put(name, lease_s, entry, 0.0)
+        return made
 
     def __len__(self) -> int:
         return len(self._pins)

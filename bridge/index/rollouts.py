@@ -10,8 +10,9 @@ arrival, and after that only higher numbers of the engine that was replaced coun
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 
 class Fate(Enum):
@@ -40,6 +41,7 @@ class _Of(NamedTuple):
 
 
 _NONE = _Of()
+ROLLOUT_COLUMNS = 1 + len(_NONE)
 
 
 class Rollouts:
@@ -50,6 +52,17 @@ class Rollouts:
 
     def __init__(self) -> None:
         self._engines: dict[int, _Of] = {}
+
+    def rows(self) -> Iterator[tuple[int, ...]]:
+        """Yield what a checkpoint keeps: an engine and the `ROLLOUT_COLUMNS` - 1 numbers of it."""
+        return ((engine, *known) for engine, known in self._engines.items())
+
+    @classmethod
+    def restore(cls, rows: Iterable[list[int]]) -> Self:
+        """Make again what gave rows."""
+        made = cls()
+        made._engines = {engine: _Of(*known) for engine, *known in rows}
+        return made
 
     def __len__(self) -> int:
         return len(self._engines)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Self
+
+import numpy as np
+
+from bridge.index.saved import Saved, Snapshot, integers
+
 _PAGE_BITS = 12
+_PAGE_BYTES = (1 << _PAGE_BITS) // 8
 
 
 class SequenceSet:
@@ -10,6 +17,21 @@ class SequenceSet:
 
     def __init__(self) -> None:
         self._pages: dict[int, int] = {}
+
+    def snapshot(self) -> Snapshot:
+        """Return what a checkpoint keeps: numbers of pages, and the bits of each."""
+        bits = b"".join(page.to_bytes(_PAGE_BYTES, "little") for page in self._pages.values())
+        pages = np.frombuffer(bits, np.uint8).reshape(-1, _PAGE_BYTES)
+        return {"numbers": integers(self._pages), "pages": pages}
+
+    @classmethod
+    def restore(cls, saved: Saved) -> Self:
+        """Make again what gave a snapshot."""
+        made = cls()
+        pages = saved.array("pages", np.uint8, _PAGE_BYTES)
+        for number, page in zip(saved.integers("numbers"), pages, strict=True):
+            made._pages[number] = int.from_bytes(page.tobytes(), "little")
+        return made
 
     def __contains__(self, seq: int) -> bool:
         page = self._pages.get(seq >> _PAGE_BITS, 0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bridge.index.aging import LARGEST_JUMP, LastUsed, ages
+from bridge.index.saved import Saved, Snapshot, table
 
 _STEP_BYTES = 200
 
@@ -20,6 +22,20 @@ class StepLog:
         self._used = LastUsed()
         self._used.use(0)
         self._begun: list[tuple[int, int]] = []
+
+    def snapshot(self) -> Snapshot:
+        """Return what a checkpoint keeps; ``begun`` has a step and its entry in every row."""
+        used, begun = self._used.snapshot(), table(self._begun, 2)
+        return {"current": self.current, "used": used, "begun": begun}
+
+    @classmethod
+    def restore(cls, saved: Saved) -> Self:
+        """Make again what gave a snapshot."""
+        made = cls()
+        made.current = saved.integer("current")
+        made._used = LastUsed.restore(saved.integers("used"))
+        made._begun = [(step, entry) for step, entry in saved.table("begun", 2).tolist()]
+        return made
 
     def has_begun(self, step: int) -> bool:
         """Whether the step is the current one, or the one before it and the message only late.
