@@ -6,8 +6,9 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bridge.index.checkpoint import UnusableCheckpoint, read_checkpoint
+from bridge.index.checkpoint import read_checkpoint
 from bridge.index.recovery import recover
+from bridge.index.saved import UnusableCheckpoint
 from bridge.layout import Part
 from bridge.store import DiskStore
 from bridge.store.pool_name import is_pooled

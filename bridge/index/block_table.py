@@ -5,15 +5,18 @@ A block is the store's entry of one Rows message; blocks are named by the number
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from bridge.index.saved import Saved, Snapshot, UnusableCheckpoint
 
 BLOCK = np.dtype(
     [("engine", "<i4"), ("part", "i1"), ("version", "<i4"), ("step", "<i4"), ("row_bytes", "<i4")]
 )
 
+_FIELDS = BLOCK.names or ()
 _LEAST_ROOM = 1024
 _DROPPED = -1
 
@@ -30,10 +33,24 @@ class BlockTable:
         self._end = 0
         self._dropped = 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: no room for more, which the next block makes."""
+    def snapshot(self) -> Snapshot:
+        """Return what a checkpoint keeps: the numbers of what is held, and every field of BLOCK."""
         numbers, blocks = self.held()
-        return {"_numbers": numbers, "_blocks": blocks, "_end": len(numbers), "_dropped": 0}
+        return {"numbers": numbers.copy()} | {name: blocks[name].copy() for name in _FIELDS}
+
+    @classmethod
+    def restore(cls, saved: Saved) -> Self:
+        """Make again what gave a snapshot, without room for more, which the next block makes."""
+        made = cls()
+        made._numbers = saved.array("numbers", np.int64).copy()
+        made._end = len(made._numbers)
+        made._blocks = np.empty(made._end, dtype=BLOCK)
+        for name in _FIELDS:
+            column = saved.array(name, BLOCK[name].type)
+            if len(column) != made._end:
+                raise UnusableCheckpoint(f"{name} is not known of every block")
+            made._blocks[name] = column
+        return made
 
     def put(
         self, number: int, engine: int, part: int, version: int, step: int, row_bytes: int

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bridge.index import trajectory_columns
 from bridge.index.aging import LastUsed
 from bridge.index.block_table import BlockTable
 from bridge.index.digest_table import DigestTable, digest_bytes
@@ -18,9 +19,10 @@ from bridge.index.grouping import groups
 from bridge.index.pins import Pins
 from bridge.index.rollouts import Fate
 from bridge.index.row_map import absent_places
+from bridge.index.saved import Saved, Snapshot, integers, texts
 from bridge.index.sizes import text_bytes
 from bridge.index.step_log import StepLog
-from bridge.index.trajectory_map import TrajectoryColumns, TrajectoryMap
+from bridge.index.trajectory_map import TrajectoryMap
 from bridge.layout import Part
 from bridge.wire import (
     Block,
@@ -66,14 +68,41 @@ class Catalog:
         self._trajectory_bytes = 0
         self._name_bytes = 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
-        return {**self.__dict__, "trajectories": TrajectoryColumns.of(self.trajectories)}
+    def snapshot(self) -> Snapshot:
+        """Return what a checkpoint keeps: nothing that follows from the rest or `begin_anew` sets.
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make the catalog again that `__getstate__` was asked for."""
-        self.__dict__.update(state)
-        self.trajectories = state["trajectories"].trajectories()
+        The number of an engine or of a weight version is its place.
+        """
+        return {
+            "steps": self.steps.snapshot(),
+            "versions_used": self.versions_used.snapshot(),
+            "pins": self.pins.snapshot(),
+            "superseded": integers(self.superseded),
+            "engines": [engine.snapshot() for engine in self.engine_list],
+            "trajectories": trajectory_columns.snapshot(self.trajectories),
+            "blocks": self.blocks.snapshot(),
+            "weight_versions": texts(self.weight_versions),
+            "weights": texts(self.weights),
+            "digests": self.digests.snapshot(),
+        }
+
+    @classmethod
+    def restore(cls, saved: Saved) -> Self:
+        """Make again what gave a snapshot; `begin_anew` comes next."""
+        made = cls()
+        made.steps = StepLog.restore(saved.part("steps"))
+        made.versions_used = LastUsed.restore(saved.integers("versions_used"))
+        made.pins = Pins.restore(saved.part("pins"))
+        made.superseded = saved.integers("superseded")
+        hellos: dict[bytes, Hello] = {}
+        for number, engine in enumerate(saved.parts("engines")):
+            made._hold_engine(Engine.restore(number, engine, hellos))
+        made._hold_trajectories(trajectory_columns.restore(saved.part("trajectories")))
+        made.blocks = BlockTable.restore(saved.part("blocks"))
+        for version in zip(saved.texts("weight_versions"), saved.texts("weights"), strict=True):
+            made._hold_version(*version)
+        made.digests = DigestTable.restore(saved.part("digests"))
+        return made
 
     @property
     def step(self) -> int:
@@ -279,18 +308,29 @@ class Catalog:
 
     def _add_engine(self, hello: Hello) -> None:
         if hello.engine_id not in self.engines:
-            engine = Engine(len(self.engine_list), hello)
-            self.engines[hello.engine_id] = engine
-            self._name_bytes += introduction_bytes(hello)
-            self.engine_list.append(engine)
+            self._hold_engine(Engine(len(self.engine_list), hello))
         self.engines[hello.engine_id].join(hello)
 
+    def _hold_engine(self, engine: Engine) -> None:
+        self.engines[engine.hello.engine_id] = engine
+        self.engine_list.append(engine)
+        self._name_bytes += introduction_bytes(engine.hello)
+
+    def _hold_trajectories(self, trajectories: dict[str, TrajectoryMap]) -> None:
+        self.trajectories = trajectories
+        self._name_bytes += sum(map(text_bytes, trajectories))
+        self._trajectory_bytes += sum(each.nbytes() for each in trajectories.values())
+        self.states.update(each.state for each in trajectories.values())
+
     def _version_number(self, block: Block) -> int:
-        label, weights = block.weight_version, block.weights
         number = self.version_of(block)
         if number < 0:
-            number = self._version_numbers[label, weights] = len(self.weight_versions)
-            self.weight_versions.append(label)
-            self.weights.append(weights)
-            self._name_bytes += text_bytes(label) + text_bytes(weights) + _OBJECT_BYTES
+            number = len(self.weight_versions)
+            self._hold_version(block.weight_version, block.weights)
         return number
+
+    def _hold_version(self, label: str, weights: str) -> None:
+        self._version_numbers[label, weights] = len(self.weight_versions)
+        self.weight_versions.append(label)
+        self.weights.append(weights)
+        self._name_bytes += text_bytes(label) + text_bytes(weights) + _OBJECT_BYTES

@@ -1,192 +1,162 @@
 """The index in a file, so that a start reads that and replays only what was told after it.
 
-A checkpoint is the catalog as it was before entry ``next``. It is used only by the code that wrote
-it and only whole: another version of the index, a bit that flipped or a class that has no place in
-an index, and the journal is replayed from its beginning, which gives the same index. Objects are
-pickled and nothing but the index's own classes is made of what is read; all arrays stand apart, end
-to end, because there may be millions of them.
+A checkpoint is the catalog as it was before entry ``next``, in plain values that name no code
+(`bridge.index.saved`). It is used only by the code that wrote it and only whole: another version of
+the index, or a bit that flipped, and the journal is replayed from its beginning, which gives the
+same index. The file:
+
+    magic with the number of this format | checksum of the code | next | deletions | bytes of head
+    head: the catalog's snapshot in msgpack; of an array it has type and shape
+    the arrays' bytes, in the order in which the head names them
+    XXH3 checksum of all before
 """
 
 from __future__ import annotations
 
-import ast
-import io
-import pickle
 import struct
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_64, xxh3_128, xxh3_128_digest
+from xxhash import xxh3_128, xxh3_128_digest
 
 import bridge
 from bridge.index.catalog import Catalog
+from bridge.index.saved import Saved, UnusableCheckpoint
 from bridge.store.base import Position
 from bridge.wire.envelope import Buffer
 
-_MAGIC = b"bridge index 1\n"
+_MAGIC = b"bridge index 2\n"
+_PREAMBLE = struct.Struct(f"<{len(_MAGIC)}s16sQQQ")
 _SUM_BYTES = 16
-_ARRAYS_A_CHUNK = 4096
-_length = struct.Struct("<Q")
-_PACKAGES = ("bridge.index.", "bridge.wire.", "bridge.layout.", "bridge.errors.")
+_PIECE_BYTES = 1 << 20
+_ARRAY = 1  # type of a msgpack extension
+_ARRAY_BYTES = 64  # of its type and shape at most
+# msgpack makes a list as long as announced before it reads the items. There is one of all engines.
+_MOST_ITEMS = 1 << 16
+_TYPES = {kind: np.dtype(kind) for kind in ("|i1", "|u1", "<i4", "<i8")}
 _CODE = ("index", "wire", "layout")
-_PLAIN = (set, frozenset, Counter, OrderedDict, defaultdict, deque, bytearray)
-
-
-class UnusableCheckpoint(Exception):
-    """The file is damaged, or another version of the code wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A catalog in parts that do not change any more: pickled objects, and arrays by their type."""
+    """A catalog that does not change any more: everything but the checksum of its file."""
 
-    position: Position
-    objects: bytes
-    arrays: dict[str, list[NDArray[Any]]]
+    preamble: bytes
+    head: bytes
+    arrays: list[NDArray[Any]]
 
     @classmethod
     def of(cls, catalog: Catalog, position: Position) -> Checkpoint:
-        """Take a catalog at this moment; arrays are copied."""
-        stream = io.BytesIO()
-        pickler = _Pickler(stream)
-        pickler.dump(catalog)
-        return cls(position, stream.getvalue(), pickler.arrays)
+        """Take a catalog at this moment."""
+        aside = _ArraysAside()
+        head: bytes = msgpack.packb(catalog.snapshot(), default=aside)
+        standing = (position.next, position.deletions, len(head))
+        return cls(_PREAMBLE.pack(_MAGIC, _code(), *standing), head, aside.arrays)
 
     def nbytes(self) -> int:
-        """Return about how long the file is."""
-        return len(self.objects) + sum(
-            array.nbytes for kind in self.arrays.values() for array in kind
-        )
+        """Return how long the file is."""
+        arrays = sum(array.nbytes for array in self.arrays)
+        return len(self.preamble) + len(self.head) + arrays + _SUM_BYTES
 
     def chunks(self) -> Iterator[Buffer]:
         """Yield the content of a file, which ends with its checksum."""
-        head: bytes = msgpack.packb(
-            {
-                "code": _code(),
-                "next": self.position.next,
-                "deletions": self.position.deletions,
-                "objects": self.objects,
-                "arrays": {
-                    kind: sum(array.nbytes for array in arrays)
-                    for kind, arrays in self.arrays.items()
-                },
-            }
-        )
         total = xxh3_128()
-        for chunk in self._chunks(head):
+        for chunk in self._chunks():
             total.update(chunk)
             yield chunk
         yield total.digest()
 
-    def _chunks(self, head: bytes) -> Iterator[Buffer]:
-        yield _MAGIC
-        yield _length.pack(len(head))
-        yield head
-        for arrays in self.arrays.values():
-            for begin in range(0, len(arrays), _ARRAYS_A_CHUNK):
-                yield np.concatenate(arrays[begin : begin + _ARRAYS_A_CHUNK]).tobytes()
+    def _chunks(self) -> Iterator[Buffer]:
+        yield self.preamble
+        yield self.head
+        for array in self.arrays:
+            content = array.reshape(-1).view(np.uint8).data
+            for begin in range(0, len(content), _PIECE_BYTES):
+                yield content[begin : begin + _PIECE_BYTES]
 
 
 def read_checkpoint(content: Buffer) -> tuple[Catalog, Position]:
     """Return the catalog of a file; raise UnusableCheckpoint."""
     whole = memoryview(content)
+    if whole[: len(_MAGIC)] != _MAGIC:
+        raise UnusableCheckpoint("it is not of this version's format")
     body, total = whole[:-_SUM_BYTES], whole[-_SUM_BYTES:]
-    if body[: len(_MAGIC)] != _MAGIC or total != xxh3_128_digest(body):
+    if len(body) < _PREAMBLE.size or total != xxh3_128_digest(body):
         raise UnusableCheckpoint("it is damaged")
-    at = len(_MAGIC) + _length.size
-    (length,) = _length.unpack_from(body, len(_MAGIC))
-    head = msgpack.unpackb(body[at : at + length])
-    if head["code"] != _code():
+    _, code, following, deletions, length = _PREAMBLE.unpack_from(body)
+    if code != _code():
         raise UnusableCheckpoint("another version wrote it")
-    at += length
-    arrays: dict[str, NDArray[Any]] = {}
     try:
-        for kind, nbytes in head["arrays"].items():
-            arrays[kind] = np.frombuffer(body[at : at + nbytes], _type(kind))
-            at += nbytes
-        catalog = _Unpickler(io.BytesIO(head["objects"]), arrays).load()
+        return _catalog(body[_PREAMBLE.size :], length), Position(following, deletions)
+    except UnusableCheckpoint:
+        raise
     except Exception as error:  # whatever a file can make of a reader: the journal has it all
         raise UnusableCheckpoint(f"{type(error).__name__}: {error}") from error
-    if not isinstance(catalog, Catalog):
-        raise UnusableCheckpoint("it is not an index")
-    return catalog, Position(head["next"], head["deletions"])
 
 
-def array_at(kind: str, begin: int, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Stand in a pickle for an array; `_Unpickler` calls another function in its place."""
-    raise NotImplementedError
+def _catalog(content: memoryview, length: int) -> Catalog:
+    """Make the catalog of a head that is so long, and of the arrays behind it."""
+    if length > len(content):
+        raise UnusableCheckpoint("its head is longer than the file")
+    arrays = _ArraysOf(content[length:])
+    head = msgpack.unpackb(
+        content[:length],
+        ext_hook=arrays,
+        max_array_len=_MOST_ITEMS,
+        max_map_len=_MOST_ITEMS,
+        max_bin_len=0,
+        max_ext_len=_ARRAY_BYTES,
+    )
+    if len(arrays.rest) or type(head) is not dict:
+        raise UnusableCheckpoint("its head does not name what it holds")
+    return Catalog.restore(Saved(head))
 
 
-class _Pickler(pickle.Pickler):
-    """Puts arrays aside, by type, and leaves in their place where they begin."""
+@dataclass(slots=True)
+class _ArraysAside:
+    """Puts arrays aside and leaves their type and shape in the head."""
 
-    def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(stream, protocol=5)
-        self.arrays: dict[str, list[NDArray[Any]]] = {}
-        self._ends: dict[str, int] = {}
-        self._kinds: dict[np.dtype[Any], str] = {}
+    arrays: list[NDArray[Any]] = field(default_factory=list)
 
-    def reducer_override(self, obj: Any) -> Any:
-        """Return how an object is made again."""
-        if type(obj) is not np.ndarray:
-            return NotImplemented
-        kind = self._kinds.get(obj.dtype)
-        if kind is None:
-            kind = self._kinds[obj.dtype] = repr(np.lib.format.dtype_to_descr(obj.dtype))
-            self.arrays[kind], self._ends[kind] = [], 0
-        begin = self._ends[kind]
-        self._ends[kind] = begin + obj.size
-        self.arrays[kind].append(obj.reshape(-1).copy())
-        return array_at, (kind, begin, obj.shape)
+    def __call__(self, value: object) -> msgpack.ExtType:
+        if not isinstance(value, np.ndarray) or value.dtype.str not in _TYPES:
+            raise TypeError(f"{type(value).__name__} has no place in a checkpoint")
+        self.arrays.append(np.ascontiguousarray(value))
+        return msgpack.ExtType(_ARRAY, msgpack.packb([value.dtype.str, *value.shape]))
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes nothing but classes of the index and arrays."""
+@dataclass(slots=True)
+class _ArraysOf:
+    """Finds the arrays that a head names, one after the other; ``rest`` is what is left."""
 
-    def __init__(self, stream: io.BytesIO, arrays: dict[str, NDArray[Any]]) -> None:
-        super().__init__(stream)
-        self._arrays = arrays
+    rest: memoryview
 
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the class that a pickle names."""
-        if (module, name) == (__name__, array_at.__name__):
-            return self._array_at
-        for plain in _PLAIN:
-            if (module, name) == (plain.__module__, plain.__name__):
-                return plain
-        if not f"{module}.".startswith(_PACKAGES) or "." in name:
-            raise UnusableCheckpoint(f"{module}.{name} has no place in an index")
-        found = super().find_class(module, name)
-        if not isinstance(found, type):
-            raise UnusableCheckpoint(f"{module}.{name} has no place in an index")
+    def __call__(self, code: int, named: bytes) -> NDArray[Any]:
+        kind, *shape = msgpack.unpackb(named)
+        if code != _ARRAY or not all(type(extent) is int and extent >= 0 for extent in shape):
+            raise UnusableCheckpoint("its head names what is no array")
+        dtype = _TYPES[kind]
+        nbytes = dtype.itemsize * prod(shape)
+        if nbytes > len(self.rest):
+            raise UnusableCheckpoint("an array is longer than the file")
+        found = np.frombuffer(self.rest, dtype, prod(shape)).reshape(shape)
+        self.rest = self.rest[nbytes:]
         return found
-
-    def _array_at(self, kind: str, begin: int, shape: tuple[int, ...]) -> NDArray[Any]:
-        size = shape[0] if len(shape) == 1 else int(np.prod(shape))
-        found = self._arrays[kind][begin : begin + size].copy()
-        return found if len(shape) == 1 else found.reshape(shape)
-
-
-def _type(kind: str) -> np.dtype[Any]:
-    found = np.lib.format.descr_to_dtype(ast.literal_eval(kind))
-    if found.hasobject:
-        raise UnusableCheckpoint("an array of objects has no place in an index")
-    return found
 
 
 @cache
-def _code() -> str:
-    """Return a checksum of the code whose objects a checkpoint holds."""
+def _code() -> bytes:
+    """Return a checksum of the code that made the index: its rules are not in a checkpoint."""
     package = Path(next(iter(bridge.__path__)))
     files = sorted(file for part in _CODE for file in (package / part).glob("*.py"))
-    total = xxh3_64()
+    total = xxh3_128()
     for file in files:
         total.update(file.read_bytes())
-    return str(total.hexdigest())
+    return total.digest()

@@ -10,20 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
+import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
 from bridge.errors import EngineIdTaken, SchemaMismatch, TraceError
 from bridge.index.row_map import RowMap
+from bridge.index.saved import Saved, Snapshot, UnusableCheckpoint, table
 from bridge.index.sequence_set import SequenceSet
 from bridge.index.sizes import text_bytes
 from bridge.layout import Part, Shard
 from bridge.wire import Block, Dropped, Hello, Trajectory, WeightDigests
+from bridge.wire.envelope import NO_SEQ, Envelope
+from bridge.wire.fields import Fields
+from bridge.wire.ingest import parsed_incarnation
 
 Sent = Hello | Block | Trajectory | Dropped | WeightDigests
 
 _OBJECT_BYTES = 200
+_OWN = dict.fromkeys(("engine_id", "shard", "incarnation"))  # others say the rest as well
 _ENGINE_BYTES = 4 << 10  # two row maps, its sequence numbers and the hello
 
 
@@ -57,6 +64,35 @@ class Engine:
         self._senders = {part: [n for n, s in shards if s.sends(part)] for part in Part}
         self.maps = {part: RowMap(max(1, len(self._senders[part]))) for part in Part}
         self.accepted = [SequenceSet() for _ in shards]
+
+    def snapshot(self) -> Snapshot:
+        """Return what a checkpoint keeps: the hello as on the wire, and what it goes on to say.
+
+        What is told by rank has a rank's number and that in every row.
+        """
+        return {
+            "hello": self.hello.body(),
+            "maps": {part.value: row_map.snapshot() for part, row_map in self.maps.items()},
+            "accepted": [seqs.snapshot() for seqs in self.accepted],
+            "incarnations": table(self.incarnations.items(), 2),
+            "dropped": table(self.dropped.items(), 2),
+            "dropped_entries": table(self.dropped_entries.items(), 2),
+        }
+
+    @classmethod
+    def restore(cls, number: int, saved: Saved, hellos: dict[bytes, Hello]) -> Self:
+        """Make again what gave a snapshot; ``hellos`` has those of other engines."""
+        made = cls(number, _hello(saved.part("hello").values, hellos))
+        for part, senders in made._senders.items():
+            of_part = saved.part("maps").part(part.value)
+            made.maps[part] = RowMap.restore(of_part, max(1, len(senders)))
+        made.accepted = [SequenceSet.restore(seqs) for seqs in saved.parts("accepted")]
+        if len(made.accepted) != len(made.hello.shards):
+            raise UnusableCheckpoint("accepted is not what each rank sent")
+        made.incarnations = saved.pairs("incarnations")
+        made.dropped = saved.pairs("dropped")
+        made.dropped_entries = saved.pairs("dropped_entries")
+        return made
 
     @property
     def is_shared(self) -> bool:
@@ -162,6 +198,20 @@ class Engine:
         """Return the memory that its rows and sequence numbers take, about."""
         accepted = sum(seqs.nbytes() for seqs in self.accepted)
         return accepted + sum(row_map.nbytes() for row_map in self.maps.values())
+
+
+def _hello(body: dict[str, Any], known: dict[bytes, Hello]) -> Hello:
+    """Parse a hello, or take a known one that differs in what is an engine's own."""
+    packed: bytes = msgpack.packb({**body, **_OWN})
+    if packed not in known:
+        known[packed] = Hello.parse(Envelope(Hello.KIND, NO_SEQ, body, ()))
+    hello, own = known[packed], Fields(body)
+    return replace(
+        hello,
+        engine_id=own.name("engine_id"),
+        shard=own.integer("shard", 0, len(hello.shards) - 1),
+        incarnation=parsed_incarnation(own),
+    )
 
 
 def unknown_engine(message: Sent) -> UnknownEngine:

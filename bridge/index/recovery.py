@@ -8,7 +8,8 @@ import numpy as np
 
 from bridge.errors import TraceError
 from bridge.index.catalog import Catalog, Journaled
-from bridge.index.checkpoint import UnusableCheckpoint, read_checkpoint
+from bridge.index.checkpoint import read_checkpoint
+from bridge.index.saved import UnusableCheckpoint
 from bridge.observe.logs import Event, event
 from bridge.store.base import Store
 from bridge.store.journal import unpack
@@ -49,7 +50,7 @@ def _checkpoint(store: Store) -> tuple[Catalog, int]:
             if not catalog.forget(deleted):
                 raise UnusableCheckpoint("entries were deleted that it does not tell apart")
     except UnusableCheckpoint as error:
-        log.info("the checkpoint of the index is passed over: %s", error)
+        log.info("the checkpoint is passed over and the whole journal is read: %s", error)
         return Catalog(), 0
     catalog.begin_anew()
     return catalog, then.next

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bridge.index.grouping import groups, stretches
+from bridge.index.saved import Saved, Snapshot, UnusableCheckpoint, integers, table
 
 PLACE = np.dtype([("block", "<i8"), ("offset", "<u4")], align=True)
 
@@ -59,19 +60,40 @@ class RowMap:
         self.partial_rows = 0
         self.highest = [-1] * senders
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: of the slabs, the pages that are made."""
-        made = range(self._made, 0, -_SLAB_PAGES)
-        slabs = [slab[:pages] for slab, pages in zip(self._slabs, made, strict=True)]
-        return {**self.__dict__, "_slabs": slabs}
+    def snapshot(self) -> Snapshot:
+        """Return what a checkpoint keeps: of the slabs, the pages that are made.
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make the map again that `__getstate__` was asked for."""
-        self.__dict__.update(state)
-        made, self._slabs = self._slabs, []
-        for pages in made:
-            self._slabs.append(self._new_slab())
-            self._slabs[-1][: len(pages)] = pages
+        ``page_at`` has the number of a page and where it is in every row.
+        """
+        made = [slab[:pages] for slab, pages in zip(self._slabs, self._made_of(), strict=True)]
+        none = np.empty((0, _PAGE_ROWS, self._senders), dtype=np.int64)
+        return {
+            "pages": np.concatenate([none, *made]),
+            "page_at": table(self._page_at.items(), 2),
+            "free": integers(self._free),
+            "rows": self.rows,
+            "partial_rows": self.partial_rows,
+            "highest": integers(self.highest),
+        }
+
+    @classmethod
+    def restore(cls, saved: Saved, senders: int) -> Self:
+        """Make again what gave a snapshot."""
+        made = cls(senders)
+        pages = saved.array("pages", np.int64, _PAGE_ROWS, senders)
+        for begin in range(0, len(pages), _SLAB_PAGES):
+            some = pages[begin : begin + _SLAB_PAGES]
+            made._slabs.append(made._new_slab())
+            made._slabs[-1][: len(some)] = some
+        made._made = len(pages)
+        made._page_at, made._free = saved.pairs("page_at"), saved.integers("free")
+        made.rows, made.partial_rows = saved.integer("rows"), saved.integer("partial_rows")
+        made.highest = saved.integers("highest")
+        if len(made.highest) != senders:
+            raise UnusableCheckpoint("the highest row is not known of every sender")
+        if sorted([*made._page_at.values(), *made._free]) != list(range(made._made)):
+            raise UnusableCheckpoint("a page of rows is not where it should be")
+        return made
 
     def put(
         self, rows_N: NDArray[np.int64], block: int, sender: int = 0, *, is_run: bool = False
@@ -172,6 +194,11 @@ class RowMap:
     def _new_slab(self) -> NDArray[np.int64]:
         # Untouched memory is not there yet: a slab costs what its pages in use do.
         return np.empty((_SLAB_PAGES, _PAGE_ROWS, self._senders), dtype=np.int64)
+
+    def _made_of(self) -> Iterator[int]:
+        """Yield how many pages of each slab are made."""
+        for begin in range(0, self._made, _SLAB_PAGES):
+            yield min(_SLAB_PAGES, self._made - begin)
 
     def _at(self, at: int) -> NDArray[np.int64]:
         page: NDArray[np.int64] = self._slabs[at >> _SLAB_BITS][at & (_SLAB_PAGES - 1)]

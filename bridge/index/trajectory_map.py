@@ -11,10 +11,8 @@ connection refused is sent again after what it took meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +30,7 @@ _OBJECT_BYTES = 1280  # the object, its name, three array heads and the first en
 _ENGINE_BYTES = 300
 
 
+@dataclass(slots=True, eq=False)
 class TrajectoryMap:
     """tokens int32 [T], engines int32 [T] (index, -1 for none), rows int64 [T] (-1 for none).
 
@@ -42,19 +41,18 @@ class TrajectoryMap:
     monotonic time of the last of them.
     """
 
-    def __init__(self) -> None:
-        self.tokens: NDArray[np.int32] = np.empty(0, dtype=np.int32)
-        self.engines: NDArray[np.int32] = np.empty(0, dtype=np.int32)
-        self.rows: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        self.rollouts = Rollouts()
-        self.sources: list[tuple[int, int]] = []
-        self.origins: NDArray[np.int32] | None = None
-        self.state = TrajectoryState.OPEN
-        self.revision = 0
-        self.last = (-1, -1)
-        self.entries: list[int] = []
-        self.step = 0
-        self.told_at = 0.0
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    engines: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    rows: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    rollouts: Rollouts = field(default_factory=Rollouts)
+    sources: list[tuple[int, int]] = field(default_factory=list)
+    origins: NDArray[np.int32] | None = None
+    state: TrajectoryState = TrajectoryState.OPEN
+    revision: int = 0
+    last: tuple[int, int] = (-1, -1)
+    entries: list[int] = field(default_factory=list)
+    step: int = 0
+    told_at: float = 0.0
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -232,50 +230,6 @@ class TrajectoryMap:
         self.rows = _resized(self.rows, length, MISSING_ROW)
         if self.origins is not None:
             self.origins = _resized(self.origins, length, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class TrajectoryColumns:
-    """Many trajectories attribute by attribute, as a checkpoint keeps them.
-
-    An attribute that is an array is one array for all, end to end, and has their ``lengths``.
-    """
-
-    names: list[str]
-    attributes: dict[str, Any]
-    lengths: dict[str, NDArray[np.int64]]
-
-    @classmethod
-    def of(cls, trajectories: Mapping[str, TrajectoryMap]) -> Self:
-        """Take trajectories apart."""
-        maps = [vars(trajectory) for trajectory in trajectories.values()]
-        attributes: dict[str, Any] = {}
-        lengths: dict[str, NDArray[np.int64]] = {}
-        for name in maps[0] if maps else ():
-            values = [each[name] for each in maps]
-            if isinstance(values[0], np.ndarray):
-                lengths[name] = np.fromiter(map(len, values), np.int64, len(values))
-                attributes[name] = np.concatenate(values)
-            else:
-                attributes[name] = values
-        return cls(list(trajectories), attributes, lengths)
-
-    def trajectories(self) -> dict[str, TrajectoryMap]:
-        """Put the trajectories together again."""
-        columns = {
-            name: _cut(values, self.lengths[name]) if name in self.lengths else values
-            for name, values in self.attributes.items()
-        }
-        found = {}
-        for name, *values in zip(self.names, *columns.values(), strict=True):
-            trajectory = found[name] = TrajectoryMap.__new__(TrajectoryMap)
-            trajectory.__dict__.update(zip(columns, values, strict=True))
-        return found
-
-
-def _cut(values: NDArray[Number], lengths: NDArray[np.int64]) -> list[NDArray[Number]]:
-    ends = np.cumsum(lengths).tolist()
-    return [values[begin:end].copy() for begin, end in pairwise([0, *ends])]
 
 
 def _resized(values: NDArray[Number], length: int, fill: int) -> NDArray[Number]:
