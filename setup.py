@@ -5,8 +5,8 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "bridge.daemon._rows",
-            ["bridge/daemon/csrc/rows.c"],
+            "bridge.daemon.fetch._rows",
+            ["bridge/daemon/fetch/csrc/rows.c"],
             extra_compile_args=["-O2"],
             optional=True,
         )

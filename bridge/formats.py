@@ -15,11 +15,11 @@ _LANES = 8
 
 
 def plane_bytes(n: int, bits: int) -> int:
-    """Return the bytes that `bits` bit planes of `n` code words take (see `bridge.lowbits`)."""
+    """Return the bytes that `bits` bit planes of `n` code words take (`bridge.fp4.bit_planes`)."""
     return bits * n // _LANES
 
 
 def scale_bytes(n: int, scale_bits: int) -> int:
-    """Return the bytes that the block scales of `n` values take (see `bridge.low_scales`)."""
+    """Return the bytes that the block scales of `n` values take (see `bridge.fp4.scale_bits`)."""
     blocks = n // NVFP4_BLOCK
     return -(-blocks * scale_bits // 8)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_trace.config import TraceTrainerConfig
-    from megatron_trace.context import guide
     from megatron_trace.enable import disable_fp4, enable_fp4, free_rounded_weights
-    from megatron_trace.fetch import fetch_records
-    from megatron_trace.guidance import Guidance
+    from megatron_trace.forward.context import guide
     from megatron_trace.hooks import bind_micro_batch
-    from megatron_trace.microbatch import GuidedMicroBatch
+    from megatron_trace.records.fetch import fetch_records
+    from megatron_trace.records.guidance import Guidance
+    from megatron_trace.records.microbatch import GuidedMicroBatch
 
 __all__ = [
     "Guidance",
@@ -29,15 +29,15 @@ __all__ = [
 ]
 
 _HOME = {
-    "Guidance": "guidance",
-    "GuidedMicroBatch": "microbatch",
+    "Guidance": "records.guidance",
+    "GuidedMicroBatch": "records.microbatch",
     "TraceTrainerConfig": "config",
     "bind_micro_batch": "hooks",
     "disable_fp4": "enable",
     "enable_fp4": "enable",
-    "fetch_records": "fetch",
+    "fetch_records": "records.fetch",
     "free_rounded_weights": "enable",
-    "guide": "context",
+    "guide": "forward.context",
 }
 
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bridge.errors import TraceError
-from megatron_trace import cpu
 from megatron_trace.launch import AS_MODULE
-from megatron_trace.live_check import require_live_hooks
+from megatron_trace.preflight import cpu_host
+from megatron_trace.preflight.hook_check import require_live_hooks
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     as_module = arguments[0] == AS_MODULE
     script, *script_arguments = arguments[as_module:]
     try:
-        cpu.prepare()
+        cpu_host.prepare()
         require_live_hooks()
         sys.argv = [script, *script_arguments]
         if as_module:

@@ -3,7 +3,7 @@
 A launcher calls :func:`verify_target` before it imports the upstream. Nothing here imports it.
 """
 
+from patches.apply.state import verify_target
 from patches.errors import PatchError
-from patches.state import verify_target
 
 __all__ = ["PatchError", "verify_target"]

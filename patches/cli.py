@@ -9,13 +9,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from patches import edit, maintain
+from patches.apply import edit
+from patches.apply.report import Report, count_lines, report
+from patches.apply.state import State, Where, require_upstream
+from patches.apply.tree import Checkout
+from patches.check.doctor import diagnose, in_words
 from patches.config import Target, load_targets, select_target
-from patches.doctor import diagnose, in_words
 from patches.errors import NotInstalledError, PatchError
-from patches.report import Report, count_lines, report
-from patches.state import State, Where, require_upstream
-from patches.tree import Checkout
+from patches.maintain import commands
 
 HELP = (
     "Patch SGLang and Megatron-core in place, reversibly, and check them.\n\n"
@@ -152,8 +153,8 @@ def doctor(
 
 
 # After the users' commands, because the help lists them in this order.
-app.command(rich_help_panel="For maintainers of the series")(maintain.export)
-app.command(rich_help_panel="For maintainers of the series")(maintain.rebase)
+app.command(rich_help_panel="For maintainers of the series")(commands.export)
+app.command(rich_help_panel="For maintainers of the series")(commands.rebase)
 
 
 def _selected(names: list[str] | None) -> list[Target]:

@@ -12,7 +12,7 @@ if not (3, 11) <= sys.version_info[:2] <= (3, 12):
     sys.exit(f"error: Python {sys.version.split()[0]} is not supported; run with PYTHON=python3.11 or PYTHON=python3.12")
 PY
 
-wanted=$(cat requirements/cpu.txt scripts/setup.sh setup.py bridge/daemon/csrc/*.c | sha256sum | cut -d' ' -f1)
+wanted=$(cat requirements/cpu.txt scripts/setup.sh setup.py bridge/daemon/fetch/csrc/*.c | sha256sum | cut -d' ' -f1)
 if [ "$(cat $venv/.installed 2>/dev/null)" != "$wanted" ]; then
   [ -x $venv/bin/python ] || "$python" -m venv $venv || {
     echo "error: 'python3 -m venv' failed; on Debian: apt-get install python3-venv" >&2; exit 1; }

@@ -13,11 +13,11 @@ import uuid
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from bridge.endpoint import DEFAULT_ENDPOINT
 from bridge.errors import TraceError
 from bridge.formats import FULL_SCALE_BITS, SCALE_BITS
 from bridge.layout import ModelShape, RecordLayout, Site, parse_layers
-from bridge.producer import Overflow
+from bridge.producer.producer import Overflow
+from bridge.transport.endpoints import DEFAULT_ENDPOINT
 
 ENVIRONMENT = "SGLANG_TRACE"
 # What the sites are recorded from: values of --quantization and --kv-cache-dtype.

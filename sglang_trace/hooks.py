@@ -17,24 +17,25 @@ from sglang_trace import failure
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sglang_trace.capture import Capture
+    from sglang_trace.capture.capture import Capture
 
 _capture: Capture | None = None
 
 
 def on_import() -> None:
     """SGLang's package is being imported, in any of its processes: prepare a host without GPU."""
-    from sglang_trace import cpu_host
+    from sglang_trace.preflight import cpu_host
 
     cpu_host.prepare()
 
 
 def register_kv_cache(methods: dict[str, type]) -> None:
     """SGLang's table of KV cache methods exists: put our NVFP4 method into it where it has none."""
-    from sglang_trace import attention, cpu_host
+    from sglang_trace import attention
+    from sglang_trace.preflight import cpu_host
 
     if cpu_host.is_cpu_host() or attention.is_hopper():
-        from sglang_trace import kv_cache
+        from sglang_trace.attention import kv_cache
 
         kv_cache.register(methods)
 
@@ -49,7 +50,7 @@ def reads_fp4_kv_cache(*backends: str | None) -> bool:
 def register_quantization(methods: dict[str, type]) -> None:
     """SGLang's table of quantization methods exists: add `trace_nvfp4`."""
     from sglang_trace.config import QUANTIZATION
-    from sglang_trace.quantization import TraceNvfp4Config
+    from sglang_trace.quantization.config import TraceNvfp4Config
 
     methods[QUANTIZATION] = TraceNvfp4Config
 
@@ -57,7 +58,7 @@ def register_quantization(methods: dict[str, type]) -> None:
 def on_warm_up(request: dict[str, Any]) -> None:
     """The server is about to send itself a first request: name it, so that it is not recorded."""
     from sglang_trace.config import TraceConfig
-    from sglang_trace.names import WARM_UP
+    from sglang_trace.requests.trajectory_names import WARM_UP
 
     if TraceConfig.from_environment() is not None:
         request["rid"] = WARM_UP
@@ -70,26 +71,26 @@ def on_names(request: Any) -> None:
         NameRefused: a ValueError, which SGLang answers with status 400.
     """
     if _captures():
-        from sglang_trace import names
+        from sglang_trace.requests import trajectory_names
 
-        names.check_names(request)
+        trajectory_names.check_names(request)
 
 
 def name_prefix(request: Any) -> str:
     """Return the id of the request that fills the prefix cache for n samples: no trajectory."""
     if _captures():
-        from sglang_trace import names
+        from sglang_trace.requests import trajectory_names
 
-        request.rid = names.warm_up_name()
+        request.rid = trajectory_names.warm_up_name()
     return str(request.rid)
 
 
 def name_sample(sample: Any, request: Any, number: int) -> str:
     """Return the id of output `number` of a request with n > 1, which is to be `sample`'s."""
     if _captures():
-        from sglang_trace import names
+        from sglang_trace.requests import trajectory_names
 
-        sample.rid = names.name_of_sample(request, number)
+        sample.rid = trajectory_names.name_of_sample(request, number)
     return str(sample.rid)
 
 
@@ -106,7 +107,7 @@ def on_pool_ready(model_runner: Any) -> None:
 
     if (config := TraceConfig.from_environment()) is None:
         return
-    from sglang_trace import startup
+    from sglang_trace.capture import startup
 
     with failure.reported():
         _capture = startup.begin(model_runner, config)
@@ -144,13 +145,13 @@ def on_request(scheduler: Any, request: Any, reply: Any) -> None:
     """A scheduler has handled a request: if it has new weights or a new version, tell it."""
     if _capture is None:
         return
-    from sglang_trace import weight_updates
+    from sglang_trace.weights import updates
 
-    if not weight_updates.changes_weights(request):
+    if not updates.changes_weights(request):
         return
     with failure.reported():
-        version = weight_updates.version_after(scheduler, request, reply)
-        if weight_updates.in_session(scheduler.weight_updater):
+        version = updates.version_after(scheduler, request, reply)
+        if updates.in_session(scheduler.weight_updater):
             _capture.weights_changing()
         else:
             _capture.weights_changed(version)

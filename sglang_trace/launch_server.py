@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from bridge import embedded
-from bridge.client import TraceClient
+from bridge.cli.patience import waiting_for
+from bridge.client.client import TraceClient
+from bridge.daemon import spawn
 from bridge.errors import TraceError
-from bridge.patience import waiting_for
+from patches.apply.state import verify_target
 from patches.errors import PatchError
-from patches.state import verify_target
 from sglang_trace.config import ENVIRONMENT, InvalidOption, TraceConfig, add_arguments
 
 BRIDGE_TIMEOUT_S = 3.0
@@ -139,14 +139,14 @@ def bridge_for(options: argparse.Namespace) -> Iterator[str]:
             "the server's own bridge is on loopback and needs no keys."
         )
     with waiting_for("the server's own bridge to read its store and listen", OWN_BRIDGE_TIMEOUT_S):
-        own = embedded.start(
+        own = spawn.start(
             options.trace_dir,
             http=options.trace_bridge_http,
             ready_timeout_s=OWN_BRIDGE_TIMEOUT_S,
         )
-    print(f"{embedded.READY}{own.endpoint}", flush=True)
+    print(f"{spawn.READY}{own.endpoint}", flush=True)
     if own.status_page is not None:
-        print(f"{embedded.STATUS_PAGE}{own.status_page}", flush=True)
+        print(f"{spawn.STATUS_PAGE}{own.status_page}", flush=True)
     try:
         yield own.endpoint
     finally:

@@ -13,8 +13,9 @@ from typing import Any
 
 from bridge.errors import TraceError
 from bridge.layout import Site
-from sglang_trace import attention, cpu_host, failure, hooks
+from sglang_trace import attention, failure, hooks
 from sglang_trace.config import KV_CACHE_DTYPE, QUANTIZATION, TraceConfig
+from sglang_trace.preflight import cpu_host
 
 
 class PortInUse(TraceError):
@@ -29,26 +30,26 @@ def main(arguments: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     from sglang_trace.attention import options as attention_options
-    from sglang_trace.attention import refusals as attention_refusals
+    from sglang_trace.attention import unsupported as attention_refusals
 
     end_with_parent()
     load_plugins()
     config = TraceConfig.from_environment()
     if config is not None:
-        from sglang_trace import liveness
+        from sglang_trace.preflight import hook_check
 
-        liveness.check_options()
+        hook_check.check_options()
     offer_choices()
     attention_options.allow_fp4_kv_cache()
     server_args = parse(arguments, defaults(config))
     if attention_refusals.is_asked_for(server_args):
         attention_refusals.check_arguments(resolved(server_args))
     if config is not None:
-        from sglang_trace import refusals
+        from sglang_trace.preflight import unsupported
 
         check_port(server_args.host, server_args.port)
-        liveness.check_server()
-        refusals.check_arguments(resolved(server_args), config)
+        hook_check.check_server()
+        unsupported.check_arguments(resolved(server_args), config)
     try:
         run_server(server_args)
     finally:
@@ -102,8 +103,8 @@ def parse(arguments: list[str], chosen: dict[str, str]) -> Any:
     """
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-    from sglang_trace import checkpoint
     from sglang_trace.attention import options
+    from sglang_trace.preflight import checkpoint
 
     add_cli_args = ServerArgs.add_cli_args
 

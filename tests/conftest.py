@@ -20,8 +20,8 @@ with pytest.MonkeyPatch.context() as _patch:
     importlib.import_module("triton.experimental.gluon")
     import sglang_trace.kernels
 
-    for _module in pkgutil.iter_modules(sglang_trace.kernels.__path__):
-        importlib.import_module(f"sglang_trace.kernels.{_module.name}")
+    for _module in pkgutil.walk_packages(sglang_trace.kernels.__path__, "sglang_trace.kernels."):
+        importlib.import_module(_module.name)
     importlib.import_module("sglang_trace.attention.extend")
 
 

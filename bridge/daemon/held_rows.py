@@ -11,10 +11,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.daemon.gather import Gather
+from bridge.daemon.fetch.gather import Gather
 from bridge.errors import RowTaken, StoreFull
 from bridge.index import Catalog
-from bridge.store.pool import PoolUnreachable
+from bridge.store.mooncake.pool import PoolUnreachable
 from bridge.wire import Block, Rows
 
 Sender = tuple[str, int, str]

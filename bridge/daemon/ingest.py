@@ -8,19 +8,19 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bridge.daemon.flow import Flow
-from bridge.daemon.gather import Gather
+from bridge.daemon.counters import Flow
+from bridge.daemon.fetch.gather import Gather
 from bridge.daemon.health import StoreHealth, StoreState
 from bridge.daemon.held_rows import Arriving, HeldRows, require_distinct
 from bridge.errors import StoreFailing, StoreFull
 from bridge.index import Catalog, Told
 from bridge.observe.logs import Event, event
 from bridge.observe.status import Waiting
-from bridge.refusal import refusal
 from bridge.store import Entry, Store
 from bridge.store.journal import pack
 from bridge.wire import Ack, Block, Dropped, Hello, Message, Rows, Step, Trajectory, WeightDigests
 from bridge.wire.fields import wire_bytes
+from bridge.wire.refusal import refusal
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import replace
 
-from bridge.daemon.flow import Flow
+from bridge.daemon.counters import Flow
 from bridge.daemon.ingest import Ingest
 from bridge.daemon.queries import Census
 from bridge.index import Catalog, Engine

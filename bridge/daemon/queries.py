@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bridge.daemon.flow import Flow
-from bridge.daemon.gather import Gather
-from bridge.daemon.guard import Guard
+from bridge.daemon.authenticator import Guard
+from bridge.daemon.counters import Flow
+from bridge.daemon.fetch.gather import Gather
 from bridge.daemon.health import StoreState
 from bridge.daemon.ingest import Ingest
 from bridge.daemon.retention import Retention

@@ -7,30 +7,29 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
-from bridge.daemon.budget import Budget
+from bridge.daemon.authenticator import Guard
 from bridge.daemon.checkpoints import Checkpoints
-from bridge.daemon.fetching import Fetching
-from bridge.daemon.flow import Flow
-from bridge.daemon.gather import Gather
-from bridge.daemon.guard import Guard
+from bridge.daemon.counters import Flow
+from bridge.daemon.fetch.answer import Fetching
+from bridge.daemon.fetch.gather import Gather
 from bridge.daemon.ingest import Ingest, Ingested
-from bridge.daemon.mapped import MappedFiles
+from bridge.daemon.memory.budget import Budget
+from bridge.daemon.memory.mapped import MappedFiles
+from bridge.daemon.memory.outbox import Outbox
+from bridge.daemon.memory.shared_memory import Regions
+from bridge.daemon.memory.waiting import WaitingQuestions
 from bridge.daemon.monitor import Monitor
-from bridge.daemon.outbox import Outbox
 from bridge.daemon.queries import Census
-from bridge.daemon.regions import Regions
 from bridge.daemon.retention import Retention
-from bridge.daemon.waiting import WaitingQuestions
-from bridge.endpoint import EndpointInUse, Reach, checked_endpoint
 from bridge.errors import CorruptMessage, TraceError
 from bridge.index.recovery import recover
-from bridge.keys import BridgeKeys
-from bridge.loopback import bound_buffers
 from bridge.observe.logs import Event, event
 from bridge.observe.status import to_json
-from bridge.receiving import received
-from bridge.refusal import refusal
 from bridge.store import Store
+from bridge.transport.curve_keys import BridgeKeys
+from bridge.transport.endpoints import EndpointInUse, Reach, checked_endpoint
+from bridge.transport.loopback import bound_buffers
+from bridge.transport.receiving import received
 from bridge.wire import (
     MAX_FRAME_BYTES,
     Digests,
@@ -51,6 +50,7 @@ from bridge.wire import (
 )
 from bridge.wire.codec import parsed
 from bridge.wire.envelope import NO_SEQ, unseal
+from bridge.wire.refusal import refusal
 
 log = logging.getLogger(__name__)
 

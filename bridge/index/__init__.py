@@ -2,7 +2,7 @@
 
 from bridge.index.catalog import Catalog, Told
 from bridge.index.engine import Engine, UnknownEngine
-from bridge.index.row_map import PLACE, RowMap
-from bridge.index.trajectory_map import TrajectoryMap
+from bridge.index.tables.row_map import PLACE, RowMap
+from bridge.index.tables.trajectory_map import TrajectoryMap
 
 __all__ = ["PLACE", "Catalog", "Engine", "RowMap", "Told", "TrajectoryMap", "UnknownEngine"]

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.errors import EngineIdTaken, SchemaMismatch, TraceError
-from bridge.index.row_map import RowMap
 from bridge.index.saved import Saved, Snapshot, UnusableCheckpoint, table
-from bridge.index.sequence_set import SequenceSet
-from bridge.index.sizes import text_bytes
+from bridge.index.tables.row_map import RowMap
+from bridge.index.tables.sequence_set import SequenceSet
+from bridge.index.tables.sizes import text_bytes
 from bridge.layout import Part, Shard
 from bridge.wire import Block, Dropped, Hello, Trajectory, WeightDigests
 from bridge.wire.envelope import NO_SEQ, Envelope

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from bridge.index.saved import Saved, Snapshot, integers, texts
-from bridge.index.sizes import text_bytes
+from bridge.index.tables.sizes import text_bytes
 
 _OBJECT_BYTES = 256
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.index.catalog import Catalog
-from bridge.index.trajectory_map import TrajectoryMap
+from bridge.index.tables.trajectory_map import TrajectoryMap
 from bridge.layout import Part
 from bridge.wire import TrajectorySummary
 

@@ -7,10 +7,10 @@ pass, KV (k, v) when a request finishes and its FP4 cache is read back. The orde
              slot by slot
     KV       for each captured attention layer its k, then its v
 
-A quantized site is NVFP4: code planes (see `bridge.lowbits`), E4M3 block scales, whole or their low
-2 bits (see `bridge.low_scales`), and for fc1 and fc2 the token's FP32 scale. K and V have one FP32
-scale a layer, told once by the engine, not here.
-Multi-byte numbers are little-endian.
+A quantized site is NVFP4: code planes (see `bridge.fp4.bit_planes`), E4M3 block scales, whole or
+their low 2 bits (see `bridge.fp4.scale_bits`), and for fc1 and fc2 the token's FP32 scale. K and V
+have one FP32 scale a layer, told once by the engine, not here. Multi-byte numbers are
+little-endian.
 
 Torch is imported inside the functions that handle tensors: the bridge daemon handles none and must
 start without it.
@@ -286,8 +286,8 @@ class RecordLayout:
         """
         import torch
 
-        from bridge.low_scales import pack_low_scales
-        from bridge.lowbits import pack_planes
+        from bridge.fp4.bit_planes import pack_planes
+        from bridge.fp4.scale_bits import pack_low_scales
 
         cells = self._cells(rows_u8, site, layer)
         full = self.scale_bits == FULL_SCALE_BITS

@@ -57,7 +57,7 @@ class SiteRecord:
 
     planes_u8    uint8 [T, bits * N / 8], fc2: [T, K, bits * N / 8]
     scales_u8    uint8 [T, N / 16] E4M3 codes, fc2: [T, K, N / 16]; of 2 bits: as packed by
-                 `bridge.low_scales`
+                 `bridge.fp4.scale_bits`
     token_scale  float32 [T, 1], fc2: [T, K, 1]; None for k and v, whose scale is the layer's
     bits         bits kept of each code word
     scale_bits   bits kept of each block scale, 8 or 2
@@ -76,13 +76,13 @@ class SiteRecord:
 
     def low_codes(self) -> Tensor:
         """Return the low `bits` bits of every code word: uint8 [T, N], fc2: [T, K, N]."""
-        from bridge.lowbits import unpack_planes
+        from bridge.fp4.bit_planes import unpack_planes
 
         return unpack_planes(self.planes_u8, self.bits, self.width)
 
     def low_scales(self) -> Tensor:
         """Return the low 2 bits of every block scale: uint8 [T, N / 16], fc2: [T, K, N / 16]."""
-        from bridge.low_scales import LOW_SCALE_MASK, unpack_low_scales
+        from bridge.fp4.scale_bits import LOW_SCALE_MASK, unpack_low_scales
 
         if self.scale_bits == FULL_SCALE_BITS:
             return self.scales_u8 & LOW_SCALE_MASK
@@ -97,12 +97,12 @@ class SiteRecord:
         Raises:
             LayoutError: if the record holds only the low bits of the block scales.
         """
-        from bridge.fp4 import decode_e4m3
+        from bridge.fp4.nvfp4 import decode_e4m3
 
         if self.scale_bits != FULL_SCALE_BITS:
             raise LayoutError(
                 f"The record holds {self.scale_bits} bits of a block scale: read them next to the "
-                "trainer's own with bridge.low_scales, or capture with --trace-scale-bits 8."
+                "trainer's own with bridge.fp4.scale_bits, or capture with --trace-scale-bits 8."
             )
 
         scale = global_scale if self.token_scale is None else self.token_scale

@@ -3,9 +3,9 @@
 from bridge.store.base import Entry, Fill, Held, Position, Reader, Run, Store, Wanted
 from bridge.store.cached import CachedStore
 from bridge.store.directory import CorruptStore, StoreBusy
-from bridge.store.disk import DiskStore
+from bridge.store.disk.lmdb_store import DiskStore
 from bridge.store.memory import MemoryStore
-from bridge.store.mooncake import MooncakeStore
+from bridge.store.mooncake.store import MooncakeStore
 
 __all__ = [
     "CachedStore",

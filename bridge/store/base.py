@@ -42,7 +42,7 @@ class Entry:
 class Held:
     """A payload as a tier holds it.
 
-    ``sums`` are the row checksums (`bridge.store.row_sums`) where bytes can change behind the
+    ``sums`` are the row checksums (`bridge.store.checksums`) where bytes can change behind the
     daemon's back; None where only this process can reach them. Both begin at ``first_row`` of the
     entry, which is 0 unless only some rows were wanted.
     """

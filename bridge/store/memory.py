@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bridge.errors import StoreFull
 from bridge.store.base import WHOLE, Entry, Fill, Position, Reader, Wanted
-from bridge.store.disk import DiskStore
+from bridge.store.disk.lmdb_store import DiskStore
 from bridge.store.payloads import Payloads, cost, room_of
 from bridge.wire.envelope import Buffer
 

@@ -1,7 +1,6 @@
 """The ZeroMQ messages of the bridge: dataclasses, their frames, a parser that bounds all sizes."""
 
-from bridge.wire.answer import Ack, Error, Ping, Pong
-from bridge.wire.census import (
+from bridge.wire.admin import (
     Digests,
     DigestsReply,
     List,
@@ -10,6 +9,7 @@ from bridge.wire.census import (
     StatsReply,
     TrajectorySummary,
 )
+from bridge.wire.answer import Ack, Error, Ping, Pong
 from bridge.wire.codec import MESSAGES, decode, encode
 from bridge.wire.envelope import MAX_FRAME_BYTES, SCHEMA_VERSION
 from bridge.wire.fetch import Fetch, FetchReply, PageRows, PlacedRows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bridge.errors import CorruptMessage
-from bridge.wire import answer, census, fetch, ingest, observe, retention
+from bridge.wire import admin, answer, fetch, ingest, observe, retention
 from bridge.wire.envelope import Buffer, Envelope, seal, unseal
 from bridge.wire.message import Message
 
@@ -29,12 +29,12 @@ MESSAGES: dict[str, type[Message]] = {
         fetch.FetchReply,
         fetch.PageRows,
         fetch.PlacedRows,
-        census.List,
-        census.ListReply,
-        census.Digests,
-        census.DigestsReply,
-        census.Stats,
-        census.StatsReply,
+        admin.List,
+        admin.ListReply,
+        admin.Digests,
+        admin.DigestsReply,
+        admin.Stats,
+        admin.StatsReply,
         observe.Observe,
         observe.ObserveReply,
         answer.Ping,

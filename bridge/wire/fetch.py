@@ -232,7 +232,7 @@ class PlacedRows:
     """`PageRows` whose ``rows`` stand in the place that the question named, from byte ``at`` on.
 
     There are ``nbytes`` of them. The place has the ``stamp`` as long as nothing else was written
-    there, so look at it once they are copied (`bridge.region`).
+    there, so look at it once they are copied (`bridge.transport.shared_memory`).
     """
 
     KIND: ClassVar[str] = "placed_rows"

@@ -226,7 +226,7 @@ class LentRows:
     """`Rows` whose ``payload`` stands at the beginning of a place that has the ``stamp``.
 
     The place is the sender's again once the rows are acknowledged: who comes too late, with a copy
-    of this message, finds another stamp there (`bridge.region`).
+    of this message, finds another stamp there (`bridge.transport.shared_memory`).
     """
 
     KIND: ClassVar[str] = "lent_rows"

@@ -1,4 +1,7 @@
-"""Bytes of a client's memory that a message names in the place of a frame (`bridge.region`)."""
+"""Bytes of a client's memory that a message names in the place of a frame.
+
+`bridge.transport.shared_memory` says how they are reached.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from bridge.client import TraceClient
+from bridge.client.client import TraceClient
 from bridge.layout import Site, deeper_half
 from examples.demo.gap import Gap
 from examples.demo.low_scales import describe_scales
@@ -16,7 +16,7 @@ from examples.demo.policy import fetch, logprobs, micro_batch, packs
 from examples.demo.rollout import Sample
 from examples.demo.stages import report_progress
 from megatron_trace import Guidance, disable_fp4, enable_fp4
-from megatron_trace.report import Report
+from megatron_trace.records.report import Report
 
 PAPER_SITES = (Site.FC1, Site.K, Site.V, Site.ROUTES)
 ALL_SITES = tuple(Site)

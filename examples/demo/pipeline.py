@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge.ports import held_port
+from bridge.transport.ports import held_port
 from examples.demo import rollout
 from examples.demo.rollout import Sample
 from examples.demo.server import Server

@@ -18,8 +18,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from bridge.client import TraceClient
-from bridge.records import TrajectoryRecords
+from bridge.client.client import TraceClient
+from bridge.client.records import TrajectoryRecords
 from examples.demo.rollout import Sample
 from megatron_trace import Guidance, GuidedMicroBatch, guide
 from megatron_trace.hf import build_model, load_hf, transformer_config

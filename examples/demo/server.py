@@ -13,7 +13,7 @@ from typing import Any
 
 import requests
 
-from bridge.ports import held_port
+from bridge.transport.ports import held_port
 
 START_TIMEOUT_S = 240
 BRIDGE_LINE = "bridge ready "

@@ -19,8 +19,8 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bridge.client import TraceClient
-from bridge.records import TrajectoryRecords
+from bridge.client.client import TraceClient
+from bridge.client.records import TrajectoryRecords
 from examples.demo.gap import Gap
 from examples.demo.grpo import clipped_loss, group_advantages
 from examples.demo.low_scales import describe_scales
@@ -29,7 +29,7 @@ from examples.demo.rollout import Sample
 from examples.demo.stages import report_progress
 from megatron_trace import Guidance, enable_fp4
 from megatron_trace.hf import export_hf, weight_digests
-from megatron_trace.report import Report
+from megatron_trace.records.report import Report
 
 # Large for a real model; here one step has to move weights across FP4 boundaries to show anything.
 LEARNING_RATE = 1e-3

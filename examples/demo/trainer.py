@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bridge.client import TraceClient
+from bridge.client.client import TraceClient
 from examples.demo import rollout
 from examples.demo.compare import compare
 from examples.demo.policy import load_policy

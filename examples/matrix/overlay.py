@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from patches import PatchError, edit
+from patches import PatchError
+from patches.apply import edit
+from patches.check.doctor import diagnose
 from patches.config import Target
-from patches.doctor import diagnose
-from patches.release import download
+from patches.maintain.release import download
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from bridge.client import TraceClient
-from bridge.digest import digest
+from bridge.client.client import TraceClient
 from bridge.errors import TraceError
-from bridge.fp4 import quantize_weight
+from bridge.fp4.digest import digest
+from bridge.fp4.nvfp4 import quantize_weight
 from megatron_trace.hf.export import export_hf
 
 

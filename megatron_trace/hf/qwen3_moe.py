@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bridge.errors import TraceError
-from megatron_trace.attention import PackedDotProductAttention
+from megatron_trace.hf.packed_attention import PackedDotProductAttention
 
 
 class UnsupportedCheckpoint(TraceError):

@@ -1,9 +1,9 @@
 """Let a Megatron-core that nobody patched run on a host without CUDA.
 
-`megatron_trace.cpu` answers for `torch.cuda`; the released Megatron also writes `device="cuda"`,
-`tensor.cuda()`, `tensor.is_cuda` and type names of CUDA tensors, which our `cpu` patches replace.
-Here every torch call sees those answered as if the CPU were the CUDA device, on the released and
-on the patched tree alike, so that nothing but the patches differs between the two.
+`megatron_trace.preflight.cpu_host` answers for `torch.cuda`; the released Megatron also writes
+`device="cuda"`, `tensor.cuda()`, `tensor.is_cuda` and type names of CUDA tensors, which our `cpu`
+patches replace. Here every torch call sees those answered as if the CPU were the CUDA device, on
+the released and on the patched tree alike, so that nothing but the patches differs between the two.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megatron_trace import cpu
+from megatron_trace.preflight import cpu_host
 
 CPU = torch.device("cpu")
 IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ def prepare() -> None:
         return
     CpuAsCuda().__enter__()  # type: ignore[no-untyped-call]
     _stay_active_in_backward()
-    cpu.prepare()
+    cpu_host.prepare()
 
 
 def _stay_active_in_backward() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import requests
 
-from bridge.ports import held_port
+from bridge.transport.ports import held_port
 from scripts.unchanged.measured import Failed, Measured
 from scripts.unchanged.sites import Site
 from scripts.unchanged.stand_in import make_stand_in

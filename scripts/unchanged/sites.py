@@ -9,11 +9,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from patches import PatchError, edit
+from patches import PatchError
+from patches.apply import edit
+from patches.apply.installed import Installed, find_installed
+from patches.apply.report import report
+from patches.apply.state import State
 from patches.config import select_target
-from patches.installed import Installed, find_installed
-from patches.report import report
-from patches.state import State
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-TEXT = "from sglang_trace import cpu_host\n\ncpu_host.prepare()\n"
+TEXT = "from sglang_trace.preflight import cpu_host\n\ncpu_host.prepare()\n"
 
 
 def make_stand_in(directory: Path) -> Path:

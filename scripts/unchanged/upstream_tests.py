@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from bridge.ports import held_port
+from bridge.transport.ports import held_port
 from scripts.unchanged.measured import Failed, Measured
 from scripts.unchanged.sites import Site
 from scripts.unchanged.stand_in import make_stand_in

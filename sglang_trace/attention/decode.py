@@ -37,7 +37,7 @@ class Tuning:
 
     @classmethod
     def of(cls, head_dim: int, group: int) -> Tuning:
-        """Return what was fastest for a shape on an H200 (benchmarks/decode_attention.py)."""
+        """Return what was fastest for a shape on an H200 (benchmarks/kernels)."""
         match head_dim, group > 8:
             case (256, True):
                 return cls(1, 4, 1)

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_trace.kernels.arithmetic import bits_of, float_of, round_bf16, upcast
-from sglang_trace.kernels.kv_values import CODE_FACTOR, stored_values
+from sglang_trace.kernels.kv.values import CODE_FACTOR, stored_values
 
 HEAD_DIMS = (64, 128, 256)
 KEYS = 64

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sglang_trace.attention.extend_pieces import Piece
-from sglang_trace.kernels.kv_dequantize import dequantize_keys_and_values
+from sglang_trace.kernels.kv.dequantize import dequantize_keys_and_values
 
 
 def extend_flash(

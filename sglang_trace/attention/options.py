@@ -7,11 +7,11 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from sglang_trace import cpu_host
 from sglang_trace.attention import ATTENTION_BACKEND, is_hopper
-from sglang_trace.attention.refusals import AttentionRefused
+from sglang_trace.attention.unsupported import AttentionRefused
 from sglang_trace.config import KV_CACHE_DTYPE
-from sglang_trace.refusals import backends_of
+from sglang_trace.preflight import cpu_host
+from sglang_trace.preflight.unsupported import backends_of
 
 # Steps in which later releases resolve their options for an FP4 KV cache.
 FP4_KV_CACHE_STEPS = ("handle_kv4_compatibility", "handle_nvfp4_prefill_kv_dequant_dtype")

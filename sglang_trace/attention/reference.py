@@ -1,4 +1,4 @@
-"""Dequantize with `bridge.fp4`, then attend in float32: what both kernels are tested against.
+"""Dequantize with `bridge.fp4.nvfp4`, then attend in float32: what both kernels are tested against.
 
 Shape legend: T query tokens of all requests, B requests, N keys of one request, P slots of the
 pool, HQ query heads, H KV heads, D head size, d = D / 2 bytes of code words, b = D / 16 scales.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bridge.fp4 import NVFP4_BLOCK, Fp4Tensor, unpack_nibbles
+from bridge.fp4.nvfp4 import NVFP4_BLOCK, Fp4Tensor, unpack_nibbles
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""FP4 arithmetic inside kernels: `bridge.fp4` on blocks that a program holds in registers.
+"""FP4 arithmetic inside kernels: `bridge.fp4.nvfp4` on blocks that a program holds in registers.
 
 Numbers are rounded with integer operations and exact float additions, never with conversion
 instructions: the same bits come out of every GPU generation and of Triton's interpreter, and
@@ -10,7 +10,7 @@ Shape legend: B blocks of a row (padded to a power of two), S values of a block.
 import triton
 import triton.language as tl
 
-# E2M1_MAX * E4M3_MAX, and the bits of MIN_POWER_SCALE = 2^-116: see `bridge.fp4`.
+# E2M1_MAX * E4M3_MAX, and the bits of MIN_POWER_SCALE = 2^-116: see `bridge.fp4.nvfp4`.
 _TOKEN_RANGE: tl.constexpr = tl.constexpr(6.0 * 448.0)
 _MIN_POWER_BITS: tl.constexpr = tl.constexpr((127 - 116) << 23)
 # 1.5 * 2^23: a float32 this large has no fraction bits, so adding it rounds to an integer, ties to
@@ -59,7 +59,7 @@ def magnitude_bits(x_BS):
 
 @triton.jit
 def power_scale(amax_bits):
-    """`bridge.fp4.token_scale` of the largest magnitude, given by its bits."""
+    """`bridge.fp4.nvfp4.token_scale` of the largest magnitude, given by its bits."""
     range_of = tl.full(amax_bits.shape, _TOKEN_RANGE, tl.float32)
     least_bits = tl.maximum(bits_of(tl.div_rn(float_of(amax_bits), range_of)), _MIN_POWER_BITS)
     # Adding the whole mantissa carries into the exponent unless the mantissa is already zero.
@@ -109,7 +109,7 @@ def decode_e8m0(code):
 def encode_e2m1(z):
     """Round float32 to E2M1 code words (int32), ties to even, saturating; `z` is not NaN.
 
-    The code line is the smallest of three straight pieces (see `bridge.fp4.magnitude_index`).
+    The code line is the smallest of three straight pieces (see `bridge.fp4.nvfp4.magnitude_index`).
     """
     a = tl.minimum(float_of(magnitude_bits(z)), 6.0)
     index = tl.minimum(a * 2.0 + _ROUNDER, a + (_ROUNDER + 2.0))

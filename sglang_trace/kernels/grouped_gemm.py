@@ -5,10 +5,11 @@ by `record.write_operand`, the weight is code word * block scale. Products have 
 and are added up in FP32; the matrix' power-of-two scale multiplies the sum. So the only rounding
 is that of the additions and the last one to BF16.
 
-Weights stay as `bridge.fp4.pack_nibbles` stores them and are read as 16-bit words of four code
-words, which share a block scale. Taking words apart gives all first code words, all second ones
-and so on; joined by groups of eight words they are in a thread's registers what the tensor cores
-want, without any exchange, and activations come in the same order from `record.write_operand`.
+Weights stay as `bridge.fp4.nvfp4.pack_nibbles` stores them and are read as 16-bit words of four
+code words, which share a block scale. Taking words apart gives all first code words, all second
+ones and so on; joined by groups of eight words they are in a thread's registers what the tensor
+cores want, without any exchange, and activations come in the same order from
+`record.write_operand`.
 
 The weight's rows are the long side of the product, so the few tokens of a decode step fill the
 short side of the tensor cores' tile.
@@ -157,9 +158,9 @@ def _code_words(words, NATIVE: tl.constexpr):
 def _block_scales(scales, NATIVE: tl.constexpr):
     """Return E4M3 block scales, times 2^118 in BF16 if NATIVE, else times 2^-8 in FP32.
 
-    So code word * scale carries 2^-8 either way, far from the ends of BF16's range. E4M3's bits
-    are the value * 2^-120 where BF16's exponent ends. A scale that is NaN needs no care here: then
-    the matrix holds NaN or infinity, and so its global scale is NaN (`bridge.fp4.tensor_scale`).
+    So code word * scale carries 2^-8 either way, far from the ends of BF16's range. E4M3's bits are
+    the value * 2^-120 where BF16's exponent ends. A scale that is NaN needs no care here: then the
+    matrix holds NaN or infinity, and so its global scale is NaN (`bridge.fp4.nvfp4.tensor_scale`).
     """
     if NATIVE:
         small = (scales.to(tl.int16) << 4).to(tl.bfloat16, bitcast=True)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from sglang_trace.kernels.combine import combine
+from sglang_trace.kernels.fc1_quantize import quantize_tokens
+from sglang_trace.kernels.fc2_quantize import quantize_slots
 from sglang_trace.kernels.grouped_gemm import DECODE, FEW, PREFILL, TileShape, multiply
-from sglang_trace.kernels.place import LayerPlace
-from sglang_trace.kernels.slot_rows import quantize_slots
+from sglang_trace.kernels.staging_columns import LayerPlace
 from sglang_trace.kernels.tiles import most_tiles, sort_rows
-from sglang_trace.kernels.token_rows import quantize_tokens
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Quantize rows to MXFP4: `bridge.fp4.quantize_mxfp4` in one pass.
+"""Quantize rows to MXFP4: `bridge.fp4.nvfp4.quantize_mxfp4` in one pass.
 
 Shape legend: R rows, N values of a row, B blocks of 32 a row.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bridge.fp4 import MXFP4_BLOCK
+from bridge.fp4.nvfp4 import MXFP4_BLOCK
 from sglang_trace.kernels.arithmetic import (
     decode_e8m0,
     encode_blocks,

@@ -19,7 +19,7 @@ OPERAND_GROUP = 32
 def write_planes(
     cell, codes_BS, live_B, PADDED: tl.constexpr, BLOCKS: tl.constexpr, BITS: tl.constexpr
 ):
-    """Store the low `BITS` bit planes of code words: `bridge.lowbits.pack_planes`."""
+    """Store the low `BITS` bit planes of code words: `bridge.fp4.bit_planes.pack_planes`."""
     place = tl.arange(0, 8)[None, None, :]
     lanes = tl.reshape(codes_BS, (PADDED, 2, 8))
     byte_B2 = tl.arange(0, PADDED)[:, None] * 2 + tl.arange(0, 2)[None, :]
@@ -32,7 +32,7 @@ def write_planes(
 def write_scales(
     cell, scales_B, live_B, PADDED: tl.constexpr, BLOCKS: tl.constexpr, SCALE_BITS: tl.constexpr
 ):
-    """Store E4M3 codes, or their low 2 bits as `bridge.low_scales.pack_low_scales`."""
+    """Store E4M3 codes, or their low 2 bits as `bridge.fp4.scale_bits.pack_low_scales`."""
     if SCALE_BITS == 8:
         tl.store(cell + tl.arange(0, PADDED), scales_B.to(tl.uint8), mask=live_B)
     else:

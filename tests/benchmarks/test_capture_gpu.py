@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.capture_gpu import (
+from benchmarks.engine.capture_gpu import (
     GROUPS,
     WEIGHT_BITS,
     Interval,

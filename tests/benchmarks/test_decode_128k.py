@@ -10,16 +10,23 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import decode_128k, plot_decode_128k, step_parts
-from benchmarks.decode_128k import CONFIGURATIONS, merged, reason, run, server_flags, with_limit
-from benchmarks.decode_engine import (
+from benchmarks.engine import decode_128k, plot_decode_128k, step_parts
+from benchmarks.engine.decode_128k import (
+    CONFIGURATIONS,
+    merged,
+    reason,
+    run,
+    server_flags,
+    with_limit,
+)
+from benchmarks.engine.decode_engine import (
     fill,
     interleaved,
     most_requests,
     pool_tensors,
     unique_bytes,
 )
-from sglang_trace.refusals import GPU_RELEASE
+from sglang_trace.preflight.unsupported import GPU_RELEASE
 
 
 def row(configuration: str, context: int = 131072, **more: Any) -> dict[str, Any]:
@@ -242,5 +249,5 @@ def test_the_plot_shows_what_was_measured_and_leaves_out_what_failed(tmp_path: P
     out = tmp_path / "plot.png"
     plot_decode_128k.draw(report, out)
     assert 5_000 < out.stat().st_size < 200_000
-    with pytest.raises(ValueError, match=r"run benchmarks\.decode_128k first"):
+    with pytest.raises(ValueError, match=r"run benchmarks\.engine\.decode_128k first"):
         plot_decode_128k.draw({"device": "a GPU", "rows": [rows[-1]]}, out)

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from benchmarks.attention_case import (
+from benchmarks.gpu_timing import Table
+from benchmarks.kernels.attention_case import (
     BF16_BITS,
     CASES,
     FP8_BITS,
@@ -19,10 +20,9 @@ from benchmarks.attention_case import (
     Inputs,
     errors,
 )
-from benchmarks.attention_peers import PEERS, Peer, small
-from benchmarks.decode_attention import chosen, measure, passes
-from benchmarks.gpu_timing import Table
-from bridge.fp4 import E2M1_MAGNITUDES
+from benchmarks.kernels.attention_peers import PEERS, Peer, small
+from benchmarks.kernels.decode_attention import chosen, measure, passes
+from bridge.fp4.nvfp4 import E2M1_MAGNITUDES
 
 SMALL = Case("small", 3, q_heads=4, kv_heads=2, head_dim=32, tokens=2048, page_size=16, ragged=True)
 

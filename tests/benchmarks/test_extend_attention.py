@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import extend_attention as benchmark
-from benchmarks.extend_attention import CASES, FLASH, KERNELS, Case, Inputs, measure
 from benchmarks.gpu_timing import Table
+from benchmarks.kernels import extend_attention as benchmark
+from benchmarks.kernels.extend_attention import CASES, FLASH, KERNELS, Case, Inputs, measure
 from sglang_trace.attention import extend_flash
 from sglang_trace.attention.extend_pieces import pieces_of
 from tests.sglang_trace.attention.stand_in import attention_of_torch

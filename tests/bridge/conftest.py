@@ -17,12 +17,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from numpy.typing import NDArray
 
-from bridge import embedded
-from bridge.connection import Connection
-from bridge.daemon import Daemon
+from bridge.client.connection import Connection
+from bridge.daemon import Daemon, spawn
 from bridge.layout import ModelShape, Part, RecordLayout, Site
-from bridge.region import Region
 from bridge.store import MemoryStore, Store
+from bridge.transport.shared_memory import Region
 from bridge.wire import Message, PageRows, Place, PlacedRows, Policy
 
 # A busy machine is no failure: examples are bounded in number, the session in time.
@@ -105,7 +104,7 @@ def through(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Connection, "_told", watched)
     if request.param == "socket":
-        monkeypatch.setattr("bridge.connection.is_loopback", lambda _: False)
+        monkeypatch.setattr("bridge.client.connection.is_loopback", lambda _: False)
     yield request.param
     assert arrived <= {PageRows if request.param == "socket" else PlacedRows}
 
@@ -122,19 +121,19 @@ def small_pages(through: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[int,
             return None if place is None else replace(place, nbytes=page_bytes)
 
         monkeypatch.setattr(Region, "borrow", shortened)
-        monkeypatch.setattr("bridge.daemon.fetching.MAX_PAGE_BYTES", page_bytes)
-        monkeypatch.setattr("bridge.daemon.gather.PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr("bridge.daemon.fetch.answer.MAX_PAGE_BYTES", page_bytes)
+        monkeypatch.setattr("bridge.daemon.fetch.gather.PIECE_BYTES", piece_bytes)
 
     return make
 
 
 @pytest.fixture
-def start_process() -> Iterator[Callable[..., embedded.EmbeddedBridge]]:
+def start_process() -> Iterator[Callable[..., spawn.EmbeddedBridge]]:
     """The arguments of embedded.start; daemons in processes of their own, ended with the test."""
-    started: list[embedded.EmbeddedBridge] = []
+    started: list[spawn.EmbeddedBridge] = []
 
-    def start(*args: Any, **kwargs: Any) -> embedded.EmbeddedBridge:
-        started.append(embedded.start(*args, **kwargs))
+    def start(*args: Any, **kwargs: Any) -> spawn.EmbeddedBridge:
+        started.append(spawn.start(*args, **kwargs))
         return started[-1]
 
     yield start

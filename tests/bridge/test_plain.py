@@ -21,10 +21,10 @@ from bridge.layout import Part, RecordLayout
 from bridge.observe.logs import TextLines
 from bridge.observe.metrics import _label
 from bridge.plain import plain
-from bridge.producer import RecordProducer
-from bridge.refusal import exception, refusal
+from bridge.producer.producer import RecordProducer
 from bridge.wire import Error
-from tests.bridge.observed import Observed, observed_daemon
+from bridge.wire.refusal import exception, refusal
+from tests.bridge.observe.observed import Observed, observed_daemon
 
 HOSTILE = 'e\x1b]0;owned\x07\n\r\x9b31m\u202e[red]"{\\\u2066\u200f\u2028\x00'
 NAMES = st.text(max_size=30)

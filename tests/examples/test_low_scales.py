@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bridge.layout import RecordLayout
-from bridge.ports import held_port
+from bridge.transport.ports import held_port
 from examples.demo import rollout
 from examples.demo.server import Server
 from examples.tiny_model import make_checkpoint

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
 
-from bridge.connection import Connection
+from bridge.client.connection import Connection
 from bridge.observe.status import from_json
 from bridge.wire import Observe, ObserveReply
 from tests.faults import engine

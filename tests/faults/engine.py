@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge import placing
 from bridge.errors import StoreFull, TraceError
 from bridge.layout import Part
-from bridge.placing import Placing
-from bridge.producer import Overflow, RecordProducer, _Unacknowledged
+from bridge.producer import shm_sender
+from bridge.producer.producer import Overflow, RecordProducer, _Unacknowledged
+from bridge.producer.shm_sender import Placing
 from bridge.wire import Ack, TrajectoryState, decode
 from tests.faults.expected import LAYOUT, Expected
 from tests.faults.journal import Journal, Promises, read
@@ -84,7 +84,7 @@ class WitnessedProducer(RecordProducer):
 def run(stream: Stream) -> None:
     """Stream to the end; the exit status is 1 if the bridge could not be used."""
     journal = Journal(stream.journal)
-    placing._LEAST_BYTES = 1  # of a message whose rows are read out of memory
+    shm_sender._LEAST_BYTES = 1  # of a message whose rows are read out of memory
     try:
         with closing(WitnessedProducer(stream)) as producer:
             send_all(stream, producer)

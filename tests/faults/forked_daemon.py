@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from bridge.embedded import READY
+from bridge.daemon.run import Access, Limits, serve_until_stopped
+from bridge.daemon.spawn import READY
 from bridge.errors import TraceError
 from bridge.observe.logs import LogFormat, Logging, LogLevel
-from bridge.serving import Access, Limits, serve_until_stopped
 from bridge.wire import Policy
 from tests.faults.failpoints import Plan, attach
 from tests.faults.outcome import Hang

@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import cache
 from pathlib import Path
 
-from bridge.client import TraceClient
+from bridge.client.client import TraceClient
 from tests.faults import engine
 from tests.faults.fault import Fault, Repetition
 from tests.faults.killed import finish

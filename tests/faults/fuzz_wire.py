@@ -33,7 +33,7 @@ with atheris.instrument_imports(include=["bridge"]):
 # Behind the parser arrays are compared, and atheris (3.0) keeps every such result that it sees.
 from bridge.daemon import Daemon
 from bridge.store import MemoryStore
-from tests.bridge.test_wire import EXAMPLES
+from tests.bridge.wire.test_wire import EXAMPLES
 
 MOST_ADDRESS_SPACE = 4 << 30
 STORE_BYTES = 8 << 20

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bridge.client import TraceClient
+from bridge.client.client import TraceClient
 from bridge.errors import UnknownTrajectory
 from bridge.layout import Part
 from bridge.wire import (

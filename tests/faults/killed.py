@@ -9,8 +9,8 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from bridge.client import TraceClient
-from bridge.connection import Connection
+from bridge.client.client import TraceClient
+from bridge.client.connection import Connection
 from bridge.wire import Step
 from tests.faults import engine, trainer
 from tests.faults.engine import Stream

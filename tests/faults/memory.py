@@ -18,10 +18,10 @@ from pathlib import Path
 
 import zmq
 
-from bridge.client import TraceClient
+from bridge.client.client import TraceClient
 from bridge.errors import BridgeUnreachable
-from bridge.producer import Overflow
-from bridge.region import PLACE_BYTES, PLACES
+from bridge.producer.producer import Overflow
+from bridge.transport.shared_memory import PLACE_BYTES, PLACES
 from bridge.wire import Fetch, PageRows, decode, encode
 from tests.faults import engine
 from tests.faults.engine import Stream, fill
@@ -195,7 +195,7 @@ def daemon_while_trainers_are_stopped(repetition: Repetition) -> Outcome:
 
 def fetch_on(reading: Reading) -> None:
     """Fetch a trajectory again and again and do nothing with it."""
-    import bridge.paging  # noqa: F401 - torch, before memory is looked at
+    import bridge.client.paging  # noqa: F401 - torch, before memory is looked at
 
     reading.report.touch()
     time.sleep(reading.rest_s)
@@ -209,7 +209,7 @@ def fetch_on(reading: Reading) -> None:
 
 def read_one_and_rest(reading: Reading) -> None:
     """Ask for many trajectories and take the first."""
-    import bridge.paging  # noqa: F401 - torch, before memory is looked at
+    import bridge.client.paging  # noqa: F401 - torch, before memory is looked at
 
     reading.report.touch()
     time.sleep(reading.rest_s)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import zmq
 
-from bridge.client import TraceClient
+from bridge.client.client import TraceClient
 from bridge.layout import Part
-from bridge.store import upkeep
 from bridge.store.directory import DATA_FILE
+from bridge.store.disk import upkeep
 from bridge.wire import (
     Error,
     Gc,

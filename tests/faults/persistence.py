@@ -142,7 +142,7 @@ def failpoint(work: str, failures: tuple[Failure, Failure], repetition: Repetiti
 
 def _work(jobs: Connection, folder: Path) -> None:
     """Answer jobs until there are no more."""
-    import bridge.reading  # noqa: F401 - torch, before a daemon is forked
+    import bridge.client.reading  # noqa: F401 - torch, before a daemon is forked
 
     folder.mkdir()
     plan = Plan(folder / "plan")

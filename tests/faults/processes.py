@@ -14,10 +14,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from bridge import embedded
-from bridge.client import TraceClient
+from bridge.client.client import TraceClient
+from bridge.daemon import spawn
 from bridge.errors import BridgeUnreachable
-from bridge.ports import held_port
+from bridge.transport.ports import held_port
 from tests.faults.outcome import Hang
 
 T = TypeVar("T")
@@ -25,7 +25,9 @@ _LOOK_S = 0.01
 
 # A process forked from one that has everything imported, torch too, starts in milliseconds.
 _forked = multiprocessing.get_context("forkserver")
-_forked.set_forkserver_preload(["bridge.paging", "tests.faults.engine", "tests.faults.trainer"])
+_forked.set_forkserver_preload(
+    ["bridge.client.paging", "tests.faults.engine", "tests.faults.trainer"]
+)
 _fresh = multiprocessing.get_context("spawn")
 
 
@@ -51,7 +53,7 @@ class Bridge:
         # Nobody else may listen there between a kill and the restart: an engine that goes on would
         # have its rows acknowledged by another daemon.
         self.endpoint = f"tcp://127.0.0.1:{held_port()}"
-        self._running = embedded.start(directory, endpoint=self.endpoint, **options)
+        self._running = spawn.start(directory, endpoint=self.endpoint, **options)
 
     @property
     def pid(self) -> int:
@@ -65,7 +67,7 @@ class Bridge:
     def start_and_kill(self, after_s: float) -> None:
         """Start it again and kill it so long after that, at the latest when it listens."""
         with suppress(BridgeUnreachable):
-            self._running = embedded.start(
+            self._running = spawn.start(
                 self.directory, endpoint=self.endpoint, ready_timeout_s=after_s, **self.options
             )
             self.kill()
@@ -73,7 +75,7 @@ class Bridge:
     def restart(self, **options: Any) -> None:
         """Start it again, after a kill."""
         self.options |= options
-        self._running = embedded.start(self.directory, endpoint=self.endpoint, **self.options)
+        self._running = spawn.start(self.directory, endpoint=self.endpoint, **self.options)
 
     def close(self) -> None:
         """Stop it, also if it is stopped by a signal."""

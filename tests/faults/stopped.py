@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from bridge.client import TraceClient
+from bridge.client.client import TraceClient
 from bridge.errors import BridgeUnreachable
 from tests.faults import engine, trainer
 from tests.faults.fault import Fault, Repetition

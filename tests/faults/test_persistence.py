@@ -31,7 +31,7 @@ _fresh = multiprocessing.get_context("spawn")
 
 def _asked(pipe: Connection) -> None:
     """Answer function calls until there are no more."""
-    import bridge.reading  # noqa: F401 - torch, before a daemon is forked
+    import bridge.client.reading  # noqa: F401 - torch, before a daemon is forked
 
     while True:
         try:
@@ -79,7 +79,7 @@ def sabotaged(
 
 def forgets_rows() -> None:
     """Acknowledge entries that are not written."""
-    from bridge.store.disk import DiskStore
+    from bridge.store.disk.lmdb_store import DiskStore
 
     put, count = DiskStore._put, [0]
 
@@ -95,7 +95,7 @@ def writes_other_bytes() -> None:
     """Store rows with a byte that was not sent, under a checksum that fits."""
     from dataclasses import replace
 
-    from bridge.store.disk import DiskStore
+    from bridge.store.disk.lmdb_store import DiskStore
 
     put = DiskStore._put
 
@@ -111,7 +111,7 @@ def writes_other_bytes() -> None:
 
 def refuses_what_it_made() -> None:
     """Serve a store only once."""
-    import bridge.serving
+    import bridge.daemon.run
     from bridge.errors import TraceError
 
     store = bridge.serving._store

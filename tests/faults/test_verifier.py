@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bridge.client import TraceClient
+from bridge.client.client import TraceClient
 from bridge.layout import Part
 from bridge.wire import Rows, Trajectory, TrajectoryState
 from tests.faults.engine import Stream, WitnessedProducer, send_all

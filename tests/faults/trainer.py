@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.client import TraceClient
+from bridge.client.client import TraceClient
 from bridge.errors import BridgeUnreachable, CorruptMessage
 from tests.faults.expected import Expected
 from tests.faults.verifier import compare

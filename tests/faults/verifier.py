@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.client import TraceClient
+from bridge.client.client import TraceClient
+from bridge.client.records import TrajectoryRecords
 from bridge.errors import UnknownTrajectory
 from bridge.layout import Part
-from bridge.records import TrajectoryRecords
 from tests.faults.engine import Stream
 from tests.faults.expected import LAYOUT, Expected
 from tests.faults.journal import Promises, Told

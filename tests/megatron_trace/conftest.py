@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from reference_rollout import HF_CONFIG, Weights, random_weights
 
-from megatron_trace import TraceTrainerConfig, cpu
+from megatron_trace import TraceTrainerConfig
+from megatron_trace.preflight import cpu_host
 
 Build = Callable[..., Any]
 
@@ -24,9 +25,9 @@ Build = Callable[..., Any]
 def one_rank() -> Iterator[None]:
     """A process group of one rank; what `cpu.prepare` replaces in torch is put back afterwards."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in cpu.CUDA_STAND_INS:
+        for name in cpu_host.CUDA_STAND_INS:
             patch.setattr(torch.cuda, name, getattr(torch.cuda, name))
-        cpu.prepare()
+        cpu_host.prepare()
         from megatron.core import parallel_state, tensor_parallel
 
         store = torch.distributed.HashStore()

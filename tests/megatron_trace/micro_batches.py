@@ -10,8 +10,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from reference_rollout import HF_CONFIG, SHAPE, ReferenceRollout, Weights
 from torch import Tensor
 
+from bridge.client.records import TrajectoryRecords
 from bridge.layout import RecordLayout, Site
-from bridge.records import TrajectoryRecords
 from megatron_trace import Guidance, GuidedMicroBatch, guide
 
 ALL_LAYERS = tuple(range(SHAPE.num_layers))

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bridge.fp4 import Fp4Tensor, quantize_nvfp4, quantize_weight, token_scale
+from bridge.client.records import TrajectoryRecords
+from bridge.fp4.nvfp4 import Fp4Tensor, quantize_nvfp4, quantize_weight, token_scale
 from bridge.layout import ModelShape, Part, RecordLayout, Site
-from bridge.records import TrajectoryRecords
 from bridge.wire import TrajectoryState
 
 SHAPE = ModelShape(

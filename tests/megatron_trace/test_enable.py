@@ -11,7 +11,7 @@ import torch
 from reference_rollout import Weights
 from torch import Tensor
 
-from bridge.fp4 import quantize_nvfp4
+from bridge.fp4.nvfp4 import quantize_nvfp4
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -34,7 +34,7 @@ def test_a_refused_model_stays_as_it_was(
     lib: Any, build: Callable[..., Any], sequences: Any, enabled_before: bool
 ) -> None:
     from megatron_trace import enable_fp4
-    from megatron_trace.refusals import UnsupportedModel
+    from megatron_trace.preflight.unsupported import UnsupportedModel
 
     model = build()
     if enabled_before:
@@ -148,7 +148,7 @@ def test_keys_and_values_of_a_dense_model_follow_their_records(
     lib: Any, dense: Any, weights: Weights, config: dict[str, bool]
 ) -> None:
     from megatron_trace import TraceTrainerConfig, enable_fp4
-    from megatron_trace.key_values import KeyValues
+    from megatron_trace.layers.key_values import KeyValues
 
     sequence = lib.random_sequences(8)
     (like,), _ = lib.roll_out(weights, sequence)

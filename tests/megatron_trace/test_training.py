@@ -10,9 +10,9 @@ import torch
 from reference_rollout import SHAPE, Weights
 from torch import Tensor
 
-from bridge.fp4 import token_scale
+from bridge.fp4.nvfp4 import token_scale
 from bridge.layout import Site
-from megatron_trace.rounding import round_rows
+from megatron_trace.layers.rounding import round_rows
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -88,7 +88,7 @@ def test_an_unguided_forward_stays_unguided_when_it_is_recomputed_under_guidance
     lib: Any, build_fp4: Callable[..., Any], batches: Any
 ) -> None:
     from megatron_trace import guide
-    from megatron_trace.coverage import NothingGuided
+    from megatron_trace.forward.coverage import NothingGuided
 
     model = build_fp4(**FULL_RECOMPUTE)
     sequences, records = batches[0]
@@ -177,10 +177,10 @@ def test_weighing_after_fc2_is_what_megatron_computes(
     before = lib.packed_logits(model, sequences, None)
     enable_fp4(model, TraceTrainerConfig(kv_cache=False))
     monkeypatch.setattr(
-        "megatron_trace.experts.round_rows", lambda values, scale, rows, first=0: values
+        "megatron_trace.layers.experts.round_rows", lambda values, scale, rows, first=0: values
     )
     monkeypatch.setattr(
-        "megatron_trace.weights.ExpertWeight.round_weight", lambda self, weight: weight
+        "megatron_trace.layers.weights.ExpertWeight.round_weight", lambda self, weight: weight
     )
     after = lib.packed_logits(model, sequences, None)
     assert not torch.equal(before, after)

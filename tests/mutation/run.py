@@ -1,7 +1,7 @@
 """The mutation run: every mutation of the listed modules, and whether a test notices it.
 
     python -m tests.mutation.run                              # all modules, two processes
-    python -m tests.mutation.run --only bridge/answers.py     # one, the others' results kept
+    python -m tests.mutation.run --only bridge/client/merge.py     # one, the others' results kept
 
 The exit status is 1 if less than 95 % are noticed, or a module's tests fail without a mutation.
 """

@@ -27,30 +27,33 @@ class Target:
 
 
 def _bridge(path: str, *tests: str) -> Target:
-    return Target(f"bridge/{path}.py", tuple(f"tests/bridge/test_{test}.py" for test in tests))
+    return Target(f"bridge/{path}.py", tuple(f"tests/bridge/{test}.py" for test in tests))
 
 
-_LAYOUT = ("layout_vectors", "layout_bounds", "shard", "layout")
+_VECTORS = "fp4/test_nvfp4_vectors"
+_LAYOUT = tuple(
+    f"layout/test_{name}" for name in ("layout_vectors", "layout_bounds", "shard", "record")
+)
 
 TARGETS = (
-    _bridge("fp4", "fp4_vectors", "fp4"),
-    _bridge("guidance", "fp4_vectors", "guidance"),
-    _bridge("lowbits", "fp4_vectors", "lowbits"),
-    _bridge("low_scales", "fp4_vectors", "low_scales"),
-    _bridge("formats", "fp4_vectors", "layout_vectors"),
+    _bridge("fp4/nvfp4", _VECTORS, "fp4/test_nvfp4"),
+    _bridge("fp4/guided_rounding", _VECTORS, "fp4/test_guided_rounding"),
+    _bridge("fp4/bit_planes", _VECTORS, "fp4/test_bit_planes"),
+    _bridge("fp4/scale_bits", _VECTORS, "fp4/test_scale_bits"),
+    _bridge("formats", _VECTORS, "layout/test_layout_vectors"),
     *(
         _bridge(f"layout/{name}", *_LAYOUT)
         for name in (
-            *("__init__", "rank_shards", "record", "selection"),
+            *("__init__", "rank_shards", "record", "columns"),
             *("shape", "shard", "site", "tensor_slice"),
         )
     ),
-    _bridge("answers", "answers"),
-    _bridge("homes", "homes"),
-    _bridge("digest", "digest"),
-    _bridge("store/row_sums", "row_sums"),
+    _bridge("client/merge", "client/test_merge"),
+    _bridge("transport/bridge_sharding", "transport/test_bridge_sharding"),
+    _bridge("fp4/digest", "fp4/test_digest"),
+    _bridge("store/checksums", "store/test_checksums"),
     *(
-        Target(f"megatron_trace/{name}.py", ("tests/megatron_trace/test_placed_rows.py",))
-        for name in ("placed_rows", "sequences")
+        Target(f"megatron_trace/{name}.py", ("tests/megatron_trace/records/test_aligned_rows.py",))
+        for name in ("records/aligned_rows", "records/token_placement")
     ),
 )

@@ -15,10 +15,10 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from patches import release
 from patches.config import Target, load_targets
 from patches.errors import UnreachableError
-from patches.hashes import git_blob
+from patches.format.hashes import git_blob
+from patches.maintain import release
 
 DEMO = {
     "distribution": "demo",

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from patches import edit, verify_target
+from patches import verify_target
+from patches.apply import edit
+from patches.apply.report import report
+from patches.apply.upstream import read_or_none
 from patches.config import ROOT, Target, load_targets
-from patches.export import export_series, file_name
-from patches.hashes import git_blob, sha256
-from patches.report import report
-from patches.series import Series, load_series
-from patches.series_files import series_files
-from patches.upstream import read_or_none
+from patches.format.hashes import git_blob, sha256
+from patches.format.series import Series, load_series
+from patches.format.series_files import series_files
+from patches.maintain.export import export_series, file_name
 
 SERIES = [
     pytest.param(target, version, id=f"{target.name}-{version}")

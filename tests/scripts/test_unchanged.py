@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from patches.config import select_target
-from patches.series import load_series
+from patches.format.series import load_series
 from scripts.unchanged import training
 from scripts.unchanged.measured import Failed, Measured, compare
 from scripts.unchanged.sites import Site, make_sites

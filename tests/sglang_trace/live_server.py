@@ -17,8 +17,8 @@ from typing import Any
 
 import requests
 
-from bridge.client import TraceClient
-from bridge.ports import held_port
+from bridge.client.client import TraceClient
+from bridge.transport.ports import held_port
 
 # On a GPU host the first start compiles kernels.
 START_TIMEOUT_S = 400

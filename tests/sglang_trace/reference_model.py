@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from bridge.fp4 import Fp4Tensor, quantize_nvfp4, quantize_weight, token_scale
+from bridge.fp4.nvfp4 import Fp4Tensor, quantize_nvfp4, quantize_weight, token_scale
 from bridge.layout import Site
 
 ONE = torch.ones(())

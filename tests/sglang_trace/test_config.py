@@ -3,7 +3,7 @@ import argparse
 import pytest
 
 from bridge.layout import ModelShape, Site
-from bridge.producer import Overflow
+from bridge.producer.producer import Overflow
 from sglang_trace.config import ENVIRONMENT, TraceConfig, add_arguments, parse_sites
 
 SHAPE = ModelShape(5, 64, 32, 8, 2, 2, 32, (0, 1, 2, 3, 4), (0, 1, 2, 3, 4))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_trace import cpu_host
 from sglang_trace.attention.options import allow_fp4_kv_cache
 from sglang_trace.config import TraceConfig
+from sglang_trace.preflight import cpu_host
 from sglang_trace.server_process import defaults, offer_choices, parse, resolved
 
 pytestmark = pytest.mark.skipif(

@@ -23,11 +23,11 @@ from micro_batches import FULL_LAYOUT, pad, random_sequences
 from reference_rollout import HF_CONFIG, SHAPE, make_records, random_weights
 from torch import Tensor
 
-from bridge import embedded
-from bridge.client import TraceClient
-from bridge.fp4 import encode_e4m3
+from bridge.client.client import TraceClient
+from bridge.daemon import spawn
+from bridge.fp4.nvfp4 import encode_e4m3
 from bridge.layout import Part, RecordLayout, Site
-from bridge.producer import RecordProducer
+from bridge.producer.producer import RecordProducer
 from megatron_trace import (
     Guidance,
     GuidedMicroBatch,
@@ -39,7 +39,7 @@ from megatron_trace import (
 from megatron_trace.hf import build_model, load_hf, transformer_config
 from megatron_trace.hf.local_part import LocalPart
 from megatron_trace.hf.mapping import split, unshard
-from megatron_trace.report import Report
+from megatron_trace.records.report import Report
 
 Batches = Iterable[tuple[list[Tensor], Any]]
 
@@ -135,7 +135,7 @@ def guided_batch(sequences: list[Tensor], records: Any) -> tuple[Any, Any, Tenso
 
 def fetched(batches: Batches, models: list[Any]) -> Batches:
     """The same batches with the records as a bridge sends them to this rank."""
-    bridge = embedded.start()
+    bridge = spawn.start()
     with RecordProducer(bridge.endpoint) as producer, TraceClient(bridge.endpoint) as client:
         producer.hello("engine", FULL_LAYOUT)
         first = 0

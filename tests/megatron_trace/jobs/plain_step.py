@@ -14,9 +14,9 @@ import megatron.core
 import torch
 import torch.distributed as dist
 
-from megatron_trace import cpu
+from megatron_trace.preflight import cpu_host
 
-cpu.prepare()
+cpu_host.prepare()
 
 from megatron.core import parallel_state, tensor_parallel
 from micro_batches import loss_of, packed_logits, padded_logits, random_sequences

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from bridge.fp4 import quantize_weight
-from megatron_trace.weights import ExpertWeight
+from bridge.fp4.nvfp4 import quantize_weight
+from megatron_trace.layers.weights import ExpertWeight
 
 
 def main() -> None:

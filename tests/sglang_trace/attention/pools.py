@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bridge.fp4 import pack_nibbles, quantize_nvfp4
+from bridge.fp4.nvfp4 import pack_nibbles, quantize_nvfp4
 from sglang_trace.attention.reference import PagedKV, attend
 from tests.sglang_trace.kernels.inputs import DEVICE
 

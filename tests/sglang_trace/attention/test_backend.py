@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bridge.fp4 import pack_nibbles, quantize_nvfp4
+from bridge.fp4.nvfp4 import pack_nibbles, quantize_nvfp4
 from sglang_trace.attention import extend_pieces
 from sglang_trace.attention.backend import TraceFp4Backend
 from sglang_trace.attention.reference import attend
-from sglang_trace.attention.refusals import AttentionRefused
+from sglang_trace.attention.unsupported import AttentionRefused
 from tests.sglang_trace.attention.engine import K_SCALE, V_SCALE, Engine
 from tests.sglang_trace.attention.pools import flash_error, worst_error
 from tests.sglang_trace.kernels.inputs import DEVICE, needs_gpu

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bridge.fp4 import pack_nibbles, quantize_nvfp4
+from bridge.fp4.nvfp4 import pack_nibbles, quantize_nvfp4
 from sglang_trace.attention.reference import PagedKV, attend
 from sglang_trace.attention.triton_decode import TritonDecode
 from tests.sglang_trace.attention.pools import random_kv, random_queries, worst_error

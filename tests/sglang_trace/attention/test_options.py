@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglang_trace import cpu_host
 from sglang_trace.attention import options
-from sglang_trace.attention.refusals import AttentionRefused
+from sglang_trace.attention.unsupported import AttentionRefused
+from sglang_trace.preflight import cpu_host
 from sglang_trace.server_process import offer_choices, parse, resolved
 
 pytestmark = pytest.mark.skipif(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bridge.layout import ModelShape, Part, RecordLayout, Site
-from sglang_trace.kernels.place import LayerPlace
+from sglang_trace.kernels.staging_columns import LayerPlace
 from tests.sglang_trace.kernels.inputs import DEVICE
 
 UNWRITTEN = 0xA5

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bridge.fp4 import pack_nibbles, quantize_weight
+from bridge.fp4.nvfp4 import pack_nibbles, quantize_weight
 from bridge.layout import Site
-from sglang_trace import experts as reference
 from sglang_trace.kernels.combine import combine
 from sglang_trace.kernels.grouped_gemm import DECODE, FEW, PREFILL, TileShape, multiply
 from sglang_trace.kernels.moe import ExpertWeights, Workspace, run_experts, tile_shape
 from sglang_trace.kernels.tiles import most_tiles, sort_rows
+from sglang_trace.quantization import reference
 from tests.sglang_trace.kernels.inputs import DEVICE, natural_order, needs_gpu, operand_order
 from tests.sglang_trace.kernels.staged import empty_rows, layout_of, place_of
 

@@ -1,4 +1,4 @@
-"""The MXFP4 quantizer against `bridge.fp4`, bit for bit."""
+"""The MXFP4 quantizer against `bridge.fp4.nvfp4`, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from bridge.fp4 import pack_nibbles, quantize_mxfp4
+from bridge.fp4.nvfp4 import pack_nibbles, quantize_mxfp4
 from sglang_trace.kernels.mxfp4 import quantize_mxfp4_packed
 from tests.sglang_trace.kernels.inputs import (
     DEVICE,

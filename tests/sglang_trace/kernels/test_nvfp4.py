@@ -1,4 +1,4 @@
-"""The NVFP4 quantizer against `bridge.fp4`, bit for bit."""
+"""The NVFP4 quantizer against `bridge.fp4.nvfp4`, bit for bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bridge.fp4 import pack_nibbles, quantize_nvfp4, quantize_weight, token_scale
+from bridge.fp4.nvfp4 import pack_nibbles, quantize_nvfp4, quantize_weight, token_scale
 from sglang_trace.kernels.nvfp4 import quantize_nvfp4_packed, quantize_weights
 from tests.sglang_trace.kernels.inputs import (
     DEVICE,

@@ -1,0 +1,362 @@
+"""Command line of the bridge: serve it, inspect it, collect what is old, make keys, count bytes.
+
+What only one command needs is imported there: a daemon should start in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bridge.cli.units import format_size, parse_size
+from bridge.daemon.run import Access, Limits, serve_until_stopped
+from bridge.errors import TraceError
+from bridge.observe.logs import LogFormat, Logging, LogLevel
+from bridge.plain import plain
+from bridge.transport.endpoints import DEFAULT_ENDPOINT
+from bridge.wire import Policy
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Carry records of FP4 rollouts from inference engines to trainers.",
+)
+
+DirOption = Annotated[
+    Path | None,
+    typer.Option("--dir", help="Keep records here (LMDB), safe against crashes.", metavar="DIR"),
+]
+
+
+EndpointOption = Annotated[
+    str, typer.Option(help="The bridge to ask, or several, separated by commas.")
+]
+KeepOption = Annotated[
+    int | None,
+    typer.Option("--keep", min=1, help="RL steps to keep, the current one too.", metavar="STEPS"),
+]
+VersionDiffOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="Give up rows this many weight versions behind the newest.", metavar="N"
+    ),
+]
+ExpireOption = Annotated[
+    int | None,
+    typer.Option(
+        "--expire", min=0, help="Give up unfinished trajectories without news.", metavar="SECONDS"
+    ),
+]
+KeysOption = Annotated[
+    Path | None,
+    typer.Option("--keys", help="This client's key file (see `keys`).", metavar="FILE"),
+]
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout", min=0.1, help="Wait so long for answers.", metavar="SECONDS")
+]
+ParentOption = Annotated[
+    int | None, typer.Option(help="Stop when this parent process ends.", metavar="PID")
+]
+
+
+@app.command()
+def serve(
+    endpoint: Annotated[
+        str,
+        typer.Option(
+            help="Where to listen; other than loopback only with --keys. Port 0 takes a free port."
+        ),
+    ] = DEFAULT_ENDPOINT,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            "--keys",
+            help="Encrypt, and let only this file's clients in (see `keys`).",
+            metavar="FILE",
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure", help="Listen beyond loopback without keys: anybody can read and write."
+        ),
+    ] = False,
+    directory: DirOption = None,
+    disk_limit: Annotated[
+        str, typer.Option(help="Most that the files may take.", metavar="SIZE")
+    ] = "64GiB",
+    memory_limit: Annotated[
+        str, typer.Option(help="Most memory for records and their index.", metavar="SIZE")
+    ] = "8GiB",
+    spill: Annotated[
+        Path | None,
+        typer.Option(help="Where to put what memory cannot hold, without --dir.", metavar="DIR"),
+    ] = None,
+    mooncake: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep record bytes in the Mooncake pool of this master, the rest in --dir.",
+            metavar="HOST:PORT",
+        ),
+    ] = None,
+    keep: KeepOption = None,
+    max_version_diff: VersionDiffOption = None,
+    expire: ExpireOption = None,
+    http: Annotated[
+        str | None,
+        typer.Option(
+            help="Serve a status page, /metrics and /status.json here, for this machine only.",
+            metavar="127.0.0.1:PORT",
+        ),
+    ] = None,
+    log_level: Annotated[LogLevel, typer.Option(help="What to log to stderr.")] = LogLevel.WARNING,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="json: one object a line, with a stable event name.")
+    ] = LogFormat.TEXT,
+    parent: ParentOption = None,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; prints `bridge ready ENDPOINT` when it listens.
+
+    With --dir an acknowledged record survives a crash, and memory is a cache; without, records
+    live in memory and then in scratch space on disk, as long as the bridge runs. With --mooncake
+    too, record bytes live in memory of the pool's processes and survive a crash of the bridge.
+    """
+    with _one_sentence_errors():
+        serve_until_stopped(
+            endpoint,
+            Access(keys, insecure),
+            Limits(directory, spill, memory_limit, disk_limit, mooncake),
+            Policy(keep, max_version_diff, expire),
+            Logging(log_level, log_format),
+            http,
+            parent,
+        )
+
+
+@app.command()
+def mooncake(
+    size: Annotated[str, typer.Option(help="Most memory of the pool.", metavar="SIZE")] = "8GiB",
+    port: Annotated[int, typer.Option(help="Where its master listens.")] = 50051,
+    parent: ParentOption = None,
+) -> None:
+    """Run a Mooncake pool for this machine until SIGTERM or Ctrl-C, for `serve --mooncake`.
+
+    Its transfer ports listen on every interface and ask for no password: that is how Mooncake is
+    built. On a machine that others can reach, let a firewall close them.
+    """
+    from bridge.cli.mooncake_pool import run_until_stopped
+
+    with _one_sentence_errors():
+        run_until_stopped(parse_size(size), port, parent)
+
+
+@app.command()
+def gc(
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    keep: KeepOption = None,
+    max_version_diff: VersionDiffOption = None,
+    expire: ExpireOption = None,
+    keys: KeysOption = None,
+    timeout_s: TimeoutOption = 30.0,
+) -> None:
+    """Give up old records of running bridges now; pinned trajectories stay."""
+    with _one_sentence_errors():
+        policy = Policy(keep, max_version_diff, expire)
+        if policy == Policy():
+            raise TraceError("gc needs --keep, --max-version-diff or --expire to know what is old")
+        from bridge.cli.patience import waiting_for
+        from bridge.client.client import TraceClient
+
+        with (
+            TraceClient(endpoint, keys=keys, timeout_s=timeout_s) as client,
+            waiting_for(f"the bridge at {endpoint}", timeout_s),
+        ):
+            done = client.gc(policy)
+        print(f"gave up {done.trajectories} trajectories and {done.rows} rows")
+
+
+@app.command()
+def inspect(
+    trajectory: Annotated[
+        str, typer.Argument(help="Only trajectories whose name begins so.", metavar="[TRAJECTORY]")
+    ] = "",
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    directory: DirOption = None,
+    keys: KeysOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    timeout_s: TimeoutOption = 10.0,
+) -> None:
+    """List trajectories, rows and bytes of running bridges, or of a --dir without one."""
+    from bridge.cli.inspect import inspect_directory, inspect_endpoint, render, to_json
+
+    with _one_sentence_errors():
+        if directory is None:
+            inspection = inspect_endpoint(endpoint, trajectory, keys, timeout_s)
+        else:
+            inspection = inspect_directory(directory, trajectory)
+        print(to_json(inspection)) if as_json else render(inspection)
+
+
+DirectoryArgument = Annotated[
+    Path, typer.Argument(help="The --dir of a bridge.", metavar="DIR", show_default=False)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, not a sentence.")]
+
+
+@app.command()
+def backup(
+    directory: DirectoryArgument,
+    destination: Annotated[
+        Path,
+        typer.Argument(help="A new directory for the copy.", metavar="DEST", show_default=False),
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Copy a store to DEST, also while a bridge serves it; serve the copy with --dir DEST.
+
+    The copy is one state of the store: all that was acknowledged before the command began is in
+    it. Until it ends the store uses no space again, so leave it room below its --disk-limit. Check
+    the copy with `verify DEST`. Records in a Mooncake pool are not copied.
+    """
+    from bridge.store.disk.upkeep import back_up
+
+    with _one_sentence_errors(), _progress("copying") as progress:
+        copied = back_up(directory, destination, progress)
+    _say(as_json, asdict(copied), f"copied {format_size(copied.nbytes)} to {destination}")
+
+
+@app.command()
+def verify(directory: DirectoryArgument, as_json: JsonOption = False) -> None:
+    """Read all of a store: every row's checksum, every message, and the index they give.
+
+    Also while a bridge serves it. The exit status is 1 if anything is damaged: such rows are
+    missing for trainers, the others are served as ever.
+    """
+    from bridge.cli import verify
+
+    with _one_sentence_errors(), _progress("reading") as progress:
+        found = verify.verify(directory, progress)
+    damage = (
+        f"{found.damaged_rows} rows, {found.lost_payloads} payloads and {found.damaged_entries} "
+        "messages are damaged"
+    )
+    where = " (the rows of its Mooncake pool were not read)" if found.pooled else ""
+    _say(
+        as_json,
+        {**asdict(found), "whole": found.is_whole},
+        f"{found.entries} entries, {found.rows} rows, {found.trajectories} trajectories{where}; "
+        f"{'nothing is damaged' if found.is_whole else damage}; checkpoint: {found.checkpoint}",
+    )
+    if not found.is_whole:
+        raise typer.Exit(1)
+
+
+@app.command()
+def compact(directory: DirectoryArgument, as_json: JsonOption = False) -> None:
+    """Make the file of a store as small as what it holds; no bridge may serve it meanwhile.
+
+    A store uses the space of what was given up again, but its file does not shrink by itself. The
+    command writes a second file beside it and then replaces it, so the disk needs room for both.
+    """
+    from bridge.store.disk import upkeep
+
+    with _one_sentence_errors(), _progress("copying") as progress:
+        done = upkeep.compact(directory, progress)
+    _say(as_json, asdict(done), f"{format_size(done.was)} before, {format_size(done.nbytes)} now")
+
+
+@app.command()
+def cost(
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="config.json of a model; else published models.", metavar="[CONFIG]"),
+    ] = None,
+) -> None:
+    """Print the bytes that a token's record takes, by what is recorded, as a Markdown table."""
+    from bridge.cli.size_table import PUBLISHED, cost_table, read_model
+
+    with _one_sentence_errors():
+        print(cost_table(PUBLISHED if config is None else read_model(config)))
+
+
+@app.command()
+def top(
+    endpoints: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--endpoint",
+            help=f"Bridges to watch, separated by commas or repeated; else {DEFAULT_ENDPOINT}.",
+        ),
+    ] = None,
+    keys: KeysOption = None,
+    once: Annotated[bool, typer.Option("--once", help="Print the tables once.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON once.")] = False,
+    timeout_s: TimeoutOption = 2.0,
+) -> None:
+    """Watch running bridges: rates, tiers, lag, drops and engines, until Ctrl-C.
+
+    Once, the exit status is 1 if a bridge does not answer.
+    """
+    from bridge.cli.top import show_json, show_live, show_once
+    from bridge.cli.watch import Watch
+    from bridge.transport.bridge_sharding import parse_endpoints
+
+    with _one_sentence_errors():
+        watched = parse_endpoints(",".join(endpoints or [DEFAULT_ENDPOINT]))
+    with _one_sentence_errors(), Watch(watched, keys, timeout_s) as watch:
+        if not once and not as_json:
+            return show_live(watch)
+        all_answer = show_json(watch) if as_json else show_once(watch)
+        if not all_answer:
+            raise typer.Exit(1)
+
+
+@app.command(name="keys")
+def make_key_files(
+    directory: Annotated[Path, typer.Argument(help="Folder of the files.", metavar="DIR")],
+    clients: Annotated[
+        list[str], typer.Argument(help="Names, such as: rollout trainer.", metavar="CLIENT...")
+    ],
+) -> None:
+    """Make key files for a bridge and its clients, or for further clients of a bridge.
+
+    DIR/bridge.keys stays with the bridge (serve --keys); every DIR/CLIENT.keys goes to its client.
+    A bridge reads its file at start.
+    """
+    from bridge.transport.curve_keys import make_keys
+
+    with _one_sentence_errors():
+        for file in make_keys(directory, clients):
+            print(file)
+
+
+def _say(as_json: bool, document: dict[str, Any], sentence: str) -> None:
+    print(json.dumps(document, indent=2) if as_json else sentence)
+
+
+@contextmanager
+def _progress(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """Give what shows how far something is, on a terminal's stderr only."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task(doing)
+        yield lambda done, total: shown.update(task, completed=min(done, total), total=total)
+
+
+@contextmanager
+def _one_sentence_errors() -> Iterator[None]:
+    try:
+        yield
+    except TraceError as error:
+        print(f"error: {plain(str(error))}", file=sys.stderr)
+        raise typer.Exit(1) from error

@@ -1,0 +1,58 @@
+"""Ask several daemons for their status at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
+
+from bridge.cli.patience import waiting_for
+from bridge.client.connection import Connection
+from bridge.errors import TraceError
+from bridge.observe.status import Status, from_json
+from bridge.wire import Observe, ObserveReply
+
+
+class Watch:
+    """Connections to daemons; use it from one thread."""
+
+    def __init__(
+        self,
+        endpoints: Iterable[str],
+        keys: str | os.PathLike[str] | None = None,
+        timeout_s: float = 2.0,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._connections = {endpoint: Connection(endpoint, keys) for endpoint in endpoints}
+
+    def look(self) -> dict[str, Status | TraceError]:
+        """Return, by endpoint, what each daemon shows, or why it shows nothing."""
+        end = time.monotonic() + self._timeout_s
+        asked = {name: peer.say(Observe()) for name, peer in self._connections.items()}
+        return {name: _status(self._connections[name], seq, end) for name, seq in asked.items()}
+
+    def first_look(self) -> dict[str, Status | TraceError]:
+        """Look, and say on stderr what is waited for if that takes long."""
+        with waiting_for(f"the bridge at {', '.join(self._connections)}", self._timeout_s):
+            return self.look()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for connection in self._connections.values():
+            connection.close()
+
+
+def _status(connection: Connection, seq: int, end: float) -> Status | TraceError:
+    try:
+        return from_json(connection.reply(seq, ObserveReply, end).document)
+    except TraceError as error:
+        return error

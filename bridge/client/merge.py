@@ -1,0 +1,160 @@
+"""Put together what several bridges answer.
+
+`bridge.transport.bridge_sharding` says which of them holds what.
+
+Shapes: T = positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.client.records import TrajectoryRecords
+from bridge.errors import MixedWeights
+from bridge.transport.bridge_sharding import home_of, homes_of
+from bridge.wire import DigestsReply, GcReply, StatsReply, TrajectorySummary
+
+# Counters that are the same at every bridge, or of which the largest says enough.
+_LARGEST = ("step", "engines", "full")
+
+
+def elsewhere(records: TrajectoryRecords, home: int) -> dict[int, slice]:
+    """Return the bridges that hold rows which the home does not, and where their rows are."""
+    homes_T = np.where(records.lacking().numpy(), homes_of(records.rows.numpy()), home)
+    places = {number: np.flatnonzero(homes_T == number) for number in np.unique(homes_T).tolist()}
+    return {
+        number: slice(int(at[0]), int(at[-1]) + 1)
+        for number, at in places.items()
+        if number != home
+    }
+
+
+def completed(records: TrajectoryRecords, other: TrajectoryRecords, at: slice) -> TrajectoryRecords:
+    """Return the records with the rows that another bridge has of the positions ``at``.
+
+    Only rows of the same engine and number are taken: another bridge may have been told of the
+    trajectory in another order, and what a position holds there be another computation.
+    """
+    if other.layout != records.layout or other.kv_scales != records.kv_scales:
+        return records
+    count = min(len(other), at.stop - at.start)
+    here = slice(at.start, at.start + count)
+    same_T = other.rows.numpy()[:count] == records.rows.numpy()[here]
+    same_T &= _names(other)[:count] == _names(records)[here]
+    for name in ("forward", "kv"):
+        mine, mine_valid = getattr(records, name), getattr(records, f"{name}_valid")
+        theirs, theirs_valid = getattr(other, name), getattr(other, f"{name}_valid")
+        taken_T = same_T & theirs_valid.numpy()[:count] & ~mine_valid.numpy()[here]
+        mine.numpy()[here][taken_T] = theirs.numpy()[:count][taken_T]
+        mine_valid.numpy()[here][taken_T] = True
+    return _with_versions(records, other, here, same_T)
+
+
+def _with_versions(
+    records: TrajectoryRecords, other: TrajectoryRecords, here: slice, same_T: NDArray[np.bool_]
+) -> TrajectoryRecords:
+    """Take the weight versions of positions that have none yet."""
+    theirs = _versions(other)
+    known = tuple(dict.fromkeys((*_versions(records), *theirs)))
+    # The last entry is what index -1 finds.
+    places = np.array([*map(known.index, theirs), -1])
+    index_T = records.weight_version_index.numpy()[here]
+    theirs_T = places[other.weight_version_index.numpy()[: len(index_T)]]
+    unknown_T = same_T & (index_T < 0)
+    index_T[unknown_T] = theirs_T[unknown_T]
+    labels, digests = ([pair[at] for pair in known] for at in (0, 1))
+    return replace(records, weight_versions=tuple(labels), weights=tuple(digests))
+
+
+def require_one_meaning(records: TrajectoryRecords) -> TrajectoryRecords:
+    """Return the records; refuse those in which one label stands for two different weights.
+
+    Raises:
+        MixedWeights: the label, and the engines that use it.
+    """
+    digests: dict[str, str] = {}
+    for label, digest in _versions(records):
+        if digest and digests.setdefault(label, digest) != digest:
+            raise MixedWeights(
+                f"trajectory {records.trajectory!r} has rows of two different weights that are "
+                f"both called {label!r}, by {' and '.join(records.engine_ids)}; generate it again "
+                "under one name on one set of weights, and give every server's weights a name of "
+                "their own (--weight-version)"
+            )
+    return records
+
+
+def _versions(records: TrajectoryRecords) -> list[tuple[str, str]]:
+    """Return (label, digest) of the weights that occur."""
+    return list(zip(records.weight_versions, records.weights, strict=True))
+
+
+def _names(records: TrajectoryRecords) -> NDArray[np.str_]:
+    """Return the engine's name at every position, empty where there is none."""
+    names = np.array([*records.engine_ids, ""])
+    at_T: NDArray[np.str_] = names[records.engine_index.numpy()]
+    return at_T
+
+
+def joined_summaries(replies: Sequence[Sequence[TrajectorySummary]]) -> list[TrajectorySummary]:
+    """Return one summary a trajectory, what its home says with the rows that others hold of it.
+
+    ``replies`` are those of all bridges in the order of `bridge.transport.bridge_sharding`.
+    """
+    told: dict[str, list[tuple[bool, TrajectorySummary]]] = {}
+    for number, reply in enumerate(replies):
+        for item in reply:
+            is_home = home_of(item.trajectory, len(replies)) == number
+            told.setdefault(item.trajectory, []).append((is_home, item))
+    return [_joined_summary(items) for items in told.values()]
+
+
+def _joined_summary(items: list[tuple[bool, TrajectorySummary]]) -> TrajectorySummary:
+    # A home that lost the trajectory does not hide what others have.
+    (_, home), *others = sorted(items, key=lambda item: not item[0])
+    versions = dict.fromkeys(name for _, item in items for name in item.weight_versions)
+    return replace(
+        home,
+        rows=sum(item.rows for _, item in items),
+        kv_rows=sum(item.kv_rows for _, item in items),
+        missing_forward=max(0, home.missing_forward - sum(item.rows for _, item in others)),
+        missing_kv=max(0, home.missing_kv - sum(item.kv_rows for _, item in others)),
+        weight_versions=tuple(versions),
+        nbytes=sum(item.nbytes for _, item in items),
+    )
+
+
+def joined_digests(replies: Iterable[DigestsReply]) -> dict[str, dict[str, str]]:
+    """Return engine -> tensor name -> digest."""
+    joined: dict[str, dict[str, str]] = {}
+    for reply in replies:
+        for engine, digests in reply.by_engine.items():
+            joined[engine] = {**joined.get(engine, {}), **digests}
+    return joined
+
+
+def summed_gc(replies: Sequence[GcReply]) -> GcReply:
+    """Return what all bridges gave up; a trajectory counts at every bridge that was told it."""
+    return GcReply(
+        sum(reply.trajectories for reply in replies),
+        sum(reply.rows for reply in replies),
+        sum(reply.entries for reply in replies),
+    )
+
+
+def summed_stats(replies: Sequence[StatsReply]) -> StatsReply:
+    """Return the counters of all bridges; a trajectory counts at every bridge that was told it."""
+    first, *others = replies
+    totals = {
+        item.name: (max if item.name in _LARGEST else sum)(
+            [getattr(reply, item.name) for reply in replies]
+        )
+        for item in fields(first)
+        if item.name != "store"
+    }
+    stores = dict.fromkeys(reply.store for reply in replies)
+    return replace(first, store=", ".join(stores), **totals) if others else first

@@ -1,0 +1,114 @@
+"""Fetch trajectories page by page, asking ahead so that bridge, wire and reader work at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from bridge.client.assemble import Page, join
+from bridge.client.connection import Connection
+from bridge.client.records import TrajectoryRecords
+from bridge.errors import CorruptMessage, UnknownTrajectory
+from bridge.layout import Part
+from bridge.wire import Fetch, FetchReply, PageRows
+
+# An answer that is on its way has a place in memory that is lent
+# (`bridge.transport.shared_memory.PLACES`).
+_PAGES_AHEAD = 2
+_TRAJECTORIES_AHEAD = 2
+
+
+class _Changed(Exception):
+    """A trajectory was told anew between two of its pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paging:
+    """Reads through one connection until monotonic time ``end``."""
+
+    connection: Connection
+    end: float
+
+    def all(
+        self, fetches: Iterable[Fetch], allow_unknown: bool
+    ) -> Generator[TrajectoryRecords | None]:
+        """Yield the records of each fetch in order, None for an unknown one if that is allowed."""
+        coming = iter(fetches)
+        asked: deque[tuple[Fetch, int]] = deque()
+        try:
+            while True:
+                for fetch in islice(coming, _TRAJECTORIES_AHEAD - len(asked)):
+                    asked.append((fetch, self.connection.say(fetch)))
+                if not asked:
+                    return
+                try:
+                    records: TrajectoryRecords | None = self._one(*asked.popleft())
+                except UnknownTrajectory:
+                    if not allow_unknown:
+                        raise
+                    records = None
+                yield records
+        finally:
+            self.connection.forget(seq for _, seq in asked)
+
+    def rows(self, page: FetchReply, seq: int) -> Iterator[PageRows]:
+        """Yield the rows of a page, part by part, as they arrive."""
+        for part in Part:
+            row_bytes = page.layout.row_bytes(part)
+            at, end = 0, len(page.tokens) if row_bytes else 0
+            while at < end:
+                with self.connection.rows(seq, self.end) as piece:
+                    after = at + len(piece.valid)
+                    next_ones = (piece.part, piece.begin) == (part, at) and after <= end
+                    if not next_ones or piece.rows.shape[1] != row_bytes:
+                        raise CorruptMessage(
+                            "rows arrived that are not next in a page; fetch again"
+                        )
+                    yield piece
+                at = after
+
+    def _one(self, fetch: Fetch, first: int) -> TrajectoryRecords:
+        """Return the records of a fetch that was asked under ``first``."""
+        while True:
+            try:
+                return join(self._pages(fetch, first), fetch.stop)
+            except _Changed:
+                first = self.connection.say(fetch)
+
+    def _pages(self, fetch: Fetch, seq: int) -> Iterator[Page]:
+        """Yield the pages of one revision of a trajectory.
+
+        Raises:
+            _Changed: the trajectory was told anew meanwhile.
+        """
+        asked = deque([(fetch, seq)])
+        try:
+            first = page = self.connection.reply(seq, FetchReply, self.end)
+            stop = first.length if fetch.stop is None else min(fetch.stop, first.length)
+            at, step = first.start, len(first.tokens)
+            starts = iter(range(at + step, stop, max(1, step)))
+            while True:
+                for start in islice(starts, _PAGES_AHEAD + 1 - len(asked)):
+                    asked.append(self._ask(fetch, start, min(stop, start + step)))
+                yield Page(page, self.rows(page, asked[0][1]))
+                wanted, seq = asked.popleft()
+                self.connection.finish(seq)
+                at += len(page.tokens)
+                # A page that came through the socket is cut short where the first one did not.
+                if page is not first and wanted.stop is not None and at < wanted.stop:
+                    asked.appendleft(self._ask(fetch, at, wanted.stop))
+                if not asked:
+                    return
+                page = self.connection.reply(asked[0][1], FetchReply, self.end)
+                if page.revision != first.revision:
+                    raise _Changed
+                if page.start != at or not len(page.tokens):
+                    raise CorruptMessage("a page is none of those that were asked for; fetch again")
+        finally:
+            self.connection.forget(seq for _, seq in asked)
+
+    def _ask(self, fetch: Fetch, start: int, stop: int) -> tuple[Fetch, int]:
+        wanted = replace(fetch, start=start, stop=stop)
+        return wanted, self.connection.say(wanted)

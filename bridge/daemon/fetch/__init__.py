@@ -1,0 +1,1 @@
+"""How the daemon answers a Fetch: find rows, gather their bytes, join the ranks' shares."""

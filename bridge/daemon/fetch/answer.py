@@ -1,0 +1,234 @@
+"""Answer a Fetch: which rows a page of a trajectory consists of, and what they hold.
+
+Shapes: T = positions of the page, P = positions of a piece of it, N = those of T whose engine's
+ranks share rows, W = bytes of a row of the reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.daemon.fetch.gather import LANDED_BYTES, PIECE_BYTES, Gather
+from bridge.daemon.fetch.rank_join import Joining, Shares
+from bridge.daemon.memory.shared_memory import Landing
+from bridge.errors import UnknownTrajectory
+from bridge.index import Catalog, Engine, TrajectoryMap
+from bridge.index.tables.runs import groups
+from bridge.layout import LayoutError, Part, RecordLayout, Site, TensorSlice
+from bridge.layout.columns import selection
+from bridge.wire import Fetch, FetchReply, PageRows, PlacedRows
+
+MAX_PAGE_BYTES = 8 << 20
+_LAST_POSITIONS = 1024
+
+# Positions [N] of a page, ascending, and what the ranks of their engine sent of their rows.
+_Shared = tuple[NDArray[np.intp], Shares]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Where the rows of one part of a page are.
+
+    places    PLACE [T] of rows that one rank sent whole
+    versions  the weight version of every row, int32 [T]
+    shared    rows of every engine whose ranks share them
+    """
+
+    places: NDArray[np.void]
+    versions: NDArray[np.int32]
+    shared: tuple[_Shared, ...]
+
+
+class Fetching:
+    """Answers trainers from the catalog and the store."""
+
+    def __init__(self, catalog: Catalog, gather: Gather) -> None:
+        self._catalog = catalog
+        self._gather = gather
+        self._joining = Joining(catalog.blocks, gather)
+
+    def answer(
+        self, fetch: Fetch, landing: Landing | None = None, room: int = MAX_PAGE_BYTES
+    ) -> Iterator[FetchReply | PageRows | PlacedRows]:
+        """Yield the first page of [start, stop); the client asks on from where it ends.
+
+        Its rows are read as they are asked for, so that the pieces before them can be on their way.
+        With a ``landing`` for one of them at least they are written there; else the page has at
+        most ``room`` bytes, or one position.
+
+        Raises:
+            UnknownTrajectory: no engine told of the trajectory.
+            LayoutError: a layer or site is asked for that the engine does not record.
+        """
+        trajectory = self._catalog.trajectories.get(fetch.trajectory)
+        if trajectory is None:
+            raise UnknownTrajectory(
+                f"the bridge holds no trajectory {fetch.trajectory!r}; ask for a name under which "
+                "an engine has generated, once it has sent the records"
+            )
+        engine = self._reference_engine(trajectory)
+        reduced = _narrowed(
+            engine.hello.layout, fetch.layers, _sites(fetch.sites), fetch.tensor_slice
+        )
+        stop = len(trajectory) if fetch.stop is None else min(fetch.stop, len(trajectory))
+        start = min(fetch.start, stop)
+        if landing is not None and landing.nbytes < reduced.bytes_per_token():
+            landing = None
+        page = _page(start, stop, reduced, landing, room)
+        found = {part: self._find(part, trajectory, page, engine) for part in Part}
+        yield self._head(fetch.trajectory, page, engine, reduced, found)
+        for part in Part:
+            yield from self._rows(part, found[part], engine.hello.layout, reduced, landing)
+
+    def _reference_engine(self, trajectory: TrajectoryMap) -> Engine:
+        """Return the engine whose layout the reply has: the last one that computed a row."""
+        # Mostly it is one of the last positions; the first ones of a long trajectory are not read.
+        for end in range(len(trajectory), 0, -_LAST_POSITIONS):
+            last = trajectory.engines[max(0, end - _LAST_POSITIONS) : end]
+            known = last[last >= 0]
+            if len(known):
+                return self._catalog.engine_list[int(known[-1])]
+        return self._catalog.engine_list[0]
+
+    def _find(
+        self, part: Part, trajectory: TrajectoryMap, page: slice, reference: Engine
+    ) -> _Found:
+        """Find one part; rows of an engine with another format are missing, not reinterpreted."""
+        places_T = self._catalog.places(part, trajectory, page)
+        versions_T = self._catalog.blocks.versions(places_T["block"])
+        rows_T, shared = trajectory.rows[page], []
+        for number, at in groups(trajectory.engines[page]):
+            if number < 0:
+                continue
+            engine = self._catalog.engine_list[number]
+            is_like = engine.writes_like(reference)
+            if is_like and engine.is_shared:
+                shares = self._joining.find(engine, part, rows_T[at])
+                shared.append((np.arange(len(rows_T))[at], shares))
+            if engine.is_shared or not is_like:
+                places_T["block"][at] = -1
+        return _Found(places_T, versions_T, tuple(shared))
+
+    def _head(
+        self,
+        name: str,
+        page: slice,
+        reference: Engine,
+        reduced: RecordLayout,
+        found: dict[Part, _Found],
+    ) -> FetchReply:
+        trajectory = self._catalog.trajectories[name]
+        # A row's version is the one its forward ran with; its K/V may be sent much later.
+        forward, kv = (found[part].versions for part in (Part.FORWARD, Part.KV))
+        versions = np.where(forward >= 0, forward, kv)
+        version_numbers, versions_T = _occurring(versions)
+        engine_numbers, engines_T = _occurring(trajectory.engines[page])
+        return FetchReply(
+            trajectory=name,
+            state=trajectory.state,
+            revision=trajectory.revision,
+            length=len(trajectory),
+            start=page.start,
+            layout=reduced,
+            kv_scales=reference.hello.kv_scales,
+            weight_versions=tuple(self._catalog.weight_versions[each] for each in version_numbers),
+            engine_ids=tuple(
+                self._catalog.engine_list[each].hello.engine_id for each in engine_numbers
+            ),
+            tokens=trajectory.tokens[page],
+            versions=versions_T,
+            engines=engines_T,
+            rows=trajectory.rows[page],
+            weights=tuple(self._catalog.weights[each] for each in version_numbers),
+        )
+
+    def _rows(
+        self,
+        part: Part,
+        found: _Found,
+        full: RecordLayout,
+        reduced: RecordLayout,
+        landing: Landing | None,
+    ) -> Iterator[PageRows | PlacedRows]:
+        """Yield the rows of one part in the pieces in which they are read."""
+        if found.shared:
+            for rows in self._mixed(part, found, full, reduced):
+                yield rows if landing is None else landing.take(rows)
+            return
+        piece_bytes = None if landing is None else LANDED_BYTES
+        columns = selection(full, reduced, part)
+        for piece in self._gather.pieces(full.row_bytes(part), columns, found.places, piece_bytes):
+            if landing is None:
+                yield PageRows(part, piece.begin, piece.valid, piece.rows())
+            else:
+                yield landing.put(part, piece)
+
+    def _mixed(
+        self, part: Part, found: _Found, full: RecordLayout, reduced: RecordLayout
+    ) -> Iterator[PageRows]:
+        """Yield rows of which some are joined from what several ranks sent."""
+        width = reduced.row_bytes(part)
+        if width == 0:
+            return
+        columns = selection(full, reduced, part)
+        step = max(1, PIECE_BYTES // width)
+        for begin in range(0, len(found.places), step):
+            places_P = found.places[begin : begin + step]
+            shared = list(_between(found.shared, begin, begin + step))
+            if len(shared) == 1 and len(shared[0][0]) == len(places_P):
+                rows_PW, valid_P = self._joining.rows(shared[0][1], reduced)
+            else:
+                rows_PW, valid_P = self._gather.rows(full.row_bytes(part), columns, places_P)
+                for at, shares in shared:
+                    rows_PW[at], valid_P[at] = self._joining.rows(shares, reduced)
+            yield PageRows(part, begin, valid_P, rows_PW if valid_P.all() else rows_PW[valid_P])
+
+
+def _between(shared: Iterable[_Shared], begin: int, end: int) -> Iterator[_Shared]:
+    """Yield what there is of positions [begin, end), counted from ``begin``."""
+    for at_N, shares in shared:
+        first, last = at_N.searchsorted([begin, end]).tolist()
+        if first < last:
+            yield at_N[first:last] - begin, shares[first:last]
+
+
+@lru_cache(maxsize=64)
+def _narrowed(
+    full: RecordLayout,
+    layers: tuple[int, ...] | None,
+    sites: tuple[Site, ...] | None,
+    tensor_slice: TensorSlice,
+) -> RecordLayout:
+    return full.narrow(layers, sites, tensor_slice)
+
+
+def _sites(sites: tuple[str, ...] | None) -> tuple[Site, ...] | None:
+    try:
+        return None if sites is None else tuple(Site(site) for site in sites)
+    except ValueError as error:
+        raise LayoutError(f"{error}; ask for some of {', '.join(Site)}") from error
+
+
+def _page(
+    start: int,
+    stop: int,
+    reduced: RecordLayout,
+    landing: Landing | None,
+    room: int = MAX_PAGE_BYTES,
+) -> slice:
+    nbytes = min(room, MAX_PAGE_BYTES) if landing is None else landing.nbytes
+    positions = max(1, nbytes // (reduced.bytes_per_token() + 32))
+    return slice(start, min(stop, start + positions))
+
+
+def _occurring(numbers_T: NDArray[np.int32]) -> tuple[list[int], NDArray[np.int32]]:
+    """Return (the numbers that occur, index into them int32 [T]); -1 stays -1."""
+    present = [number for number, _ in groups(numbers_T) if number >= 0]
+    index_T = np.searchsorted(present, numbers_T).astype(np.int32)
+    index_T[numbers_T < 0] = -1
+    return present, index_T

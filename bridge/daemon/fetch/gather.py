@@ -1,0 +1,223 @@
+"""Read scattered rows out of the store, each checked, into the bytes of one frame.
+
+Rows that follow each other in a block are read as one run: a prompt is a few runs, while a decoded
+token's row stands alone among those of the other requests of its forward pass. What the runs point
+to is joined in one call, which costs little more than the bytes do. To send long runs as they lie
+in memory costs no less: their checksum then reads them first, and the socket reads them from afar.
+
+Shapes: N = rows asked for, P = those of one piece, V = those of them that are intact, S = bytes of
+the selected columns of a row, C = rows of a run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.daemon.fetch.copy_rows import copy_rows
+from bridge.index.tables.runs import stretches
+from bridge.observe.logs import Event, event
+from bridge.store import Held, Reader, Run, Store, Wanted
+from bridge.store.checksums import row_is_intact
+
+log = logging.getLogger(__name__)
+
+# A frame of this size is written by one core and sent by another out of the caches between them.
+PIECE_BYTES = 2 << 20
+# What is written to memory of the reader is not sent, but a message tells of every piece.
+LANDED_BYTES = 8 << 20
+
+# Payloads, and the first byte and the rows of a run in each of them.
+_Found = tuple[list[memoryview], NDArray[np.int64], NDArray[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """P rows asked for from the one at ``begin`` on: bool [P], and where the valid ones are.
+
+    They are runs of rows in payloads (`bridge.daemon.fetch.copy_rows.copy_rows`), to be copied
+    before the next piece is asked for.
+    """
+
+    begin: int
+    valid: NDArray[np.bool_]
+    payloads: list[memoryview]
+    begins: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    row_bytes: int
+    columns: NDArray[np.int64]
+    selected: int
+
+    def copy_to(self, target: memoryview) -> int:
+        """Write the valid rows one behind the other to the beginning; return how many bytes."""
+        copied: int = copy_rows(
+            target, self.payloads, self.begins, self.counts, self.row_bytes, self.columns
+        )
+        return copied
+
+    def rows(self) -> NDArray[np.uint8]:
+        """Return the valid rows: uint8 [V, S]."""
+        rows_VS = np.empty((int(self.counts.sum()), self.selected), dtype=np.uint8)
+        self.copy_to(rows_VS.reshape(-1).data)
+        return rows_VS
+
+
+class Gather:
+    """Reads rows and counts those that are damaged; a damaged row is a missing row."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.corrupt_rows = 0
+
+    def pieces(
+        self,
+        row_bytes: int,
+        columns: Sequence[slice],
+        places_N: NDArray[np.void],
+        piece_bytes: int | None = None,
+    ) -> Iterator[Piece]:
+        """Yield the rows at PLACE [N] in pieces, of one row at least.
+
+        A piece has at most ``piece_bytes``, None: PIECE_BYTES. ``columns`` are those of a row of
+        ``row_bytes`` to return; of none there are no pieces.
+        """
+        selected = sum(column.stop - column.start for column in columns)
+        if selected == 0:
+            return
+        step = max(1, (piece_bytes or PIECE_BYTES) // selected)
+        begins = range(0, len(places_N), step)
+        valid_N = places_N["block"] >= 0
+        runs = _Runs.of(places_N, valid_N, begins)
+        columns_K2 = np.array([(c.start, c.stop) for c in columns], dtype=np.int64)
+        for begin, found in zip(begins, self._read(runs, row_bytes, valid_N), strict=True):
+            yield Piece(
+                begin, valid_N[begin : begin + step], *found, row_bytes, columns_K2, selected
+            )
+
+    def rows(
+        self, row_bytes: int, columns: Sequence[slice], places_N: NDArray[np.void]
+    ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+        """Return all rows at PLACE [N] at once, uint8 [N, S], and which are valid, bool [N].
+
+        Other rows are zero. If there are none, the rows may be read only.
+        """
+        selected = sum(column.stop - column.start for column in columns)
+        rows_NS: NDArray[np.uint8] | None = None
+        valid_N = np.zeros(len(places_N), dtype=np.bool_)
+        for piece in self.pieces(row_bytes, columns, places_N):
+            if len(piece.valid) == len(places_N) and piece.valid.all():
+                return piece.rows(), piece.valid
+            if rows_NS is None:
+                rows_NS = np.zeros((len(places_N), selected), dtype=np.uint8)
+            at = slice(piece.begin, piece.begin + len(piece.valid))
+            valid_N[at] = piece.valid
+            rows_NS[at][piece.valid] = piece.rows()
+        if rows_NS is None:
+            rows_NS = np.zeros((len(places_N), selected), dtype=np.uint8)
+        return rows_NS, valid_N
+
+    def _read(self, runs: _Runs, row_bytes: int, valid_N: NDArray[np.bool_]) -> Iterator[_Found]:
+        """Yield the payloads and runs of each piece; mark what is lost."""
+        payloads = self._store.in_memory(runs.blocks.tolist())
+        begins = runs.offsets.astype(np.int64) * row_bytes
+        if payloads is not None and runs.lie_within(payloads, begins, row_bytes):
+            for first, end in pairwise(runs.bounds):
+                yield payloads[first:end], begins[first:end], runs.counts[first:end]
+            return
+        listed = runs.listed()
+        with self._store.reader(Wanted(row_bytes, listed)) as read:
+            for first, end in pairwise(runs.bounds):
+                rows = self._intact(read, row_bytes, listed[first:end], valid_N)
+                counts = np.array([len(view) // row_bytes for view in rows], dtype=np.int64)
+                yield rows, np.zeros_like(counts), counts
+
+    def _intact(
+        self, read: Reader, row_bytes: int, runs: Sequence[Run], valid_N: NDArray[np.bool_]
+    ) -> list[memoryview]:
+        """Return views of one or more rows that hold those of the runs; mark what is lost."""
+        rows: list[memoryview] = []
+        for run in runs:
+            block, first, at, count = run
+            held = read(block)
+            if held is not None:
+                begin = (first - held.first_row) * row_bytes
+                end = begin + count * row_bytes
+                view = held.payload[begin:end]
+                if len(view) == end - begin:
+                    if held.sums is None:
+                        rows.append(view)
+                    else:
+                        rows += self._checked(held, view, run, valid_N)
+                    continue
+            valid_N[at : at + count] = False
+        return rows
+
+    def _checked(
+        self, held: Held, view: memoryview, run: Run, valid_N: NDArray[np.bool_]
+    ) -> Iterator[memoryview]:
+        """Yield the rows of a run that have still the bytes that the engine sent."""
+        assert held.sums is not None
+        block, first, at, count = run
+        row_bytes = view.nbytes // count
+        begin = first - held.first_row
+        expected = held.sums[begin : begin + count].tolist()
+        for index in range(count):
+            row = view[index * row_bytes : (index + 1) * row_bytes]
+            if index < len(expected) and row_is_intact(block, first + index, row, expected[index]):
+                yield row
+                continue
+            valid_N[at + index] = False
+            self.corrupt_rows += 1
+            log.warning(
+                "row %d of entry %d fails its checksum",
+                first + index,
+                block,
+                extra=event(Event.ROW_DAMAGED, entry=block, row=first + index),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Runs of held rows, none of which crosses the begin of a piece.
+
+    blocks, offsets   the entry of a run and the place of its first row there
+    starts, counts    its first row among those asked for, and how many there are
+    bounds            the runs of piece i are those from bounds[i] to bounds[i + 1]
+    """
+
+    blocks: NDArray[np.int64]
+    offsets: NDArray[np.uint32]
+    starts: NDArray[np.intp]
+    counts: NDArray[np.int64]
+    bounds: list[int]
+
+    @classmethod
+    def of(cls, places_N: NDArray[np.void], held_N: NDArray[np.bool_], begins: range) -> Self:
+        """Find the runs of rows at PLACE [N]; ``held_N`` says which rows are held."""
+        blocks, offsets = places_N["block"], places_N["offset"]
+        breaks_N = np.empty(len(places_N), dtype=np.bool_)
+        breaks_N[1:] = (blocks[1:] != blocks[:-1]) | (offsets[1:] != offsets[:-1] + np.uint32(1))
+        breaks_N[:: begins.step] = True
+        starts, counts = stretches(breaks_N)
+        held = held_N[starts]
+        starts = starts[held]
+        bounds: list[int] = starts.searchsorted([*begins, len(places_N)]).tolist()
+        return cls(blocks[starts], offsets[starts], starts, counts[held], bounds)
+
+    def lie_within(
+        self, payloads: list[memoryview], begins: NDArray[np.int64], row_bytes: int
+    ) -> bool:
+        """Whether every run ends within its payload."""
+        lengths = np.fromiter(map(len, payloads), np.int64, len(payloads))
+        return bool((begins + self.counts * row_bytes <= lengths).all())
+
+    def listed(self) -> list[Run]:
+        """Return the runs one by one."""
+        columns = (self.blocks, self.offsets, self.starts, self.counts)
+        return list(zip(*(column.tolist() for column in columns), strict=True))

@@ -1,0 +1,182 @@
+"""Join what the ranks of an engine sent of its rows.
+
+A row is valid only if every rank that sends bytes of its part has sent it, whatever is asked for:
+all trainer ranks then find the same rows missing. Nor is a row valid whose ranks disagree, on a
+byte that several of them sent or on the weights that computed it, or if fc2 is asked for and an
+expert slot was sent by nobody or twice: ranks that have lost step with each other must not make a
+row that none of them computed.
+
+Shapes: N = rows asked for, P = rows of a piece of them, S = ranks that send bytes of them, W =
+bytes of a narrowed row, C = expert slots of a row in all layers, K = of one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.daemon.fetch.gather import Gather
+from bridge.daemon.fetch.join_plan import Share, SlotShare, join_plan
+from bridge.index import Engine
+from bridge.index.tables.block_table import BlockTable
+from bridge.layout import Part, RecordLayout, Shard
+
+# Rows are joined in pieces, because much more may be read of them than is asked for.
+_PIECE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What the ranks of an engine have sent of some rows, as it was known when they were found.
+
+    full     layout of a whole row
+    shards   of the S ranks that send bytes of the part
+    places   PLACE [N, S] of the shares; of a missing row none is anywhere
+    widths   bytes of a row of the messages they came in, int32 [N, S]
+    """
+
+    part: Part
+    full: RecordLayout
+    shards: tuple[Shard, ...]
+    places: NDArray[np.void]
+    widths: NDArray[np.int32]
+
+    def __getitem__(self, rows: slice) -> Shares:
+        """Return those of some of the rows."""
+        return replace(self, places=self.places[rows], widths=self.widths[rows])
+
+
+class Joining:
+    """Reads the rows of engines that several ranks make up."""
+
+    def __init__(self, blocks: BlockTable, gather: Gather) -> None:
+        self._blocks = blocks
+        self._gather = gather
+
+    def find(self, engine: Engine, part: Part, rows_N: NDArray[np.int64]) -> Shares:
+        """Return what is held of an engine's rows."""
+        places_NS = engine.maps[part].find_each(rows_N)
+        versions_NS = self._blocks.versions(places_NS["block"])
+        valid_N = (places_NS["block"] >= 0).all(axis=1)
+        valid_N &= (versions_NS == versions_NS[:, :1]).all(axis=1)
+        places_NS["block"][~valid_N] = -1
+        widths_NS = self._blocks.row_bytes(places_NS["block"])
+        return Shares(part, engine.hello.layout, tuple(engine.senders(part)), places_NS, widths_NS)
+
+    def rows(
+        self, shares: Shares, reduced: RecordLayout
+    ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+        """Return (uint8 [N, W], valid bool [N]) in a reduced layout; other rows are zero."""
+        part, count = shares.part, len(shares.places)
+        joined_NW = np.zeros((count, reduced.row_bytes(part)), dtype=np.uint8)
+        if joined_NW.size == 0:
+            return joined_NW, np.zeros(count, dtype=np.bool_)
+        valid_N = np.all(shares.places["block"] >= 0, axis=1)
+        plan = join_plan(shares.full, shares.shards, reduced, part)
+        step = max(1, _PIECE_BYTES // shares.full.row_bytes(part))
+        for begin in range(0, count, step):
+            at = slice(begin, begin + step)
+            piece = _Piece(joined_NW[at], valid_N[at], {})
+            for number, share in enumerate(plan):
+                self._add(piece, share, part, shares.places[at, number], shares.widths[at, number])
+            piece.finish()
+        return joined_NW, valid_N
+
+    def _add(
+        self,
+        piece: _Piece,
+        share: Share,
+        part: Part,
+        places_P: NDArray[np.void],
+        widths_P: NDArray[np.int32],
+    ) -> None:
+        """Add what one rank sent of a piece."""
+        if not share.shard.by_slot or part is Part.KV:
+            width = share.shard.layout.row_bytes(part)
+            if share.moves or len(share.again[0]):
+                read = share.read or (slice(0, width),)
+                rows_PB, found_P = self._gather.rows(width, read, places_P)
+                piece.valid_P &= found_P
+                piece.add(share, slice(None), rows_PB)
+            return
+        for width, at in _by_width(widths_P):
+            read = share.read or (slice(0, width),)
+            rows_PB, found = self._gather.rows(width, read, places_P[at])
+            piece.valid_P[at] &= found
+            piece.add(share, at, rows_PB)
+            if share.slots is not None:
+                piece.add_slots(share.shard, share.slots, at, rows_PB)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Some rows that are put together.
+
+    sent   by number of a part of the slots: how many ranks sent each slot, uint8 [P, C]
+    """
+
+    rows_PW: NDArray[np.uint8]
+    valid_P: NDArray[np.bool_]
+    sent: dict[int, NDArray[np.uint8]]
+
+    def add(self, share: Share, at: slice | NDArray[np.intp], read_PB: NDArray[np.uint8]) -> None:
+        """Put what is the same in all rows into the rows ``at``."""
+        for source, target in share.moves:
+            self.rows_PW[at, target] = read_PB[:, source]
+        source_B, target_B = share.again
+        if len(source_B):
+            known = self.rows_PW[at][:, target_B]
+            self.valid_P[at] &= (known == read_PB[:, source_B]).all(axis=1)
+
+    def add_slots(
+        self, shard: Shard, slots: SlotShare, at: NDArray[np.intp], packed: NDArray[np.uint8]
+    ) -> None:
+        """Put the expert slots that one rank computed into the rows ``at``."""
+        computed, cells = shard.unpacked(packed)
+        known = {part: sent[at] > 0 for part, sent in self.sent.items() if part != slots.part}
+        sent = self.sent.setdefault(
+            slots.part, np.zeros((len(self.rows_PW), shard.slots), dtype=np.uint8)
+        )
+        sent[at] += computed
+        place = np.cumsum(computed, axis=1) - 1
+        top_k = shard.layout.shape.top_k
+        for first, columns in slots.layers:
+            row, slot = np.nonzero(computed[:, first : first + top_k])
+            values = cells[row, place[row, first + slot]]
+            # A view, because the slots of a layer lie together.
+            target = self.rows_PW[:, columns].reshape(len(self.rows_PW), top_k, -1)
+            if len(slots.again[0]) and known:
+                self._compare(slots, at, row, first + slot, values, target[at[row], slot], known)
+            for within, goes in slots.moves:
+                target[at[row], slot, goes] = values[:, within]
+
+    def _compare(
+        self,
+        slots: SlotShare,
+        at: NDArray[np.intp],
+        row: NDArray[np.intp],
+        slot: NDArray[np.intp],
+        values: NDArray[np.uint8],
+        held: NDArray[np.uint8],
+        known: dict[int, NDArray[np.bool_]],
+    ) -> None:
+        """Give rows up whose slots have bytes that ranks of other parts sent otherwise."""
+        source_W, target_W = slots.again
+        differ = (values[:, source_W] != held[:, target_W]).any(axis=1)
+        both = np.logical_or.reduce([sent[row, slot] for sent in known.values()])
+        self.valid_P[at[row[differ & both]]] = False
+
+    def finish(self) -> None:
+        """Give rows up of which a slot was sent by nobody or twice; zero what is given up."""
+        for sent in self.sent.values():
+            self.valid_P &= (sent == 1).all(axis=1)
+        self.rows_PW[~self.valid_P] = 0
+
+
+def _by_width(widths_P: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.intp]]]:
+    """Yield (bytes of a row, which of the rows have them) for every width that occurs."""
+    for width in np.unique(widths_P[widths_P > 0]).tolist():
+        yield width, np.flatnonzero(widths_P == width)

@@ -1,0 +1,1 @@
+"""How the daemon keeps its memory under the limit, whatever its clients do."""

@@ -1,0 +1,172 @@
+"""Memory of clients on this machine that the daemon reads and writes.
+
+`bridge.transport.shared_memory` says how.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.daemon.fetch.gather import Piece
+from bridge.errors import CorruptMessage, RegionOutOfReach
+from bridge.layout import Part
+from bridge.transport.shared_memory import STAMP_BYTES, opened, stamp, stamped
+from bridge.wire import LentRows, PageRows, Place, PlacedRows, Rows
+from bridge.wire.fields import wire_bytes
+
+_MOST_OPEN = 64
+_MOST_LENT = 1 << 30
+# Of a region, what is touched is counted and looked away from in tracts of so many bytes.
+_TRACT_BYTES = 1 << 20
+_IDLE_S = 30.0
+
+
+@dataclass(slots=True)
+class _Open:
+    """A client's region; None: it is out of reach, which is not tried with every question."""
+
+    memory: memoryview | None
+    key: str
+    pid: int
+    used_at: float
+    last_seq: int = -1
+
+    def at(self, place: Place) -> memoryview | None:
+        """Return the memory of a place, its stamp first; None if it is not all there."""
+        end = place.offset + STAMP_BYTES + place.nbytes
+        if self.memory is None or end > len(self.memory):
+            return None
+        return self.memory[place.offset : end]
+
+    def look_away(self, tract: int) -> None:
+        """Have a tract take no memory of this process: what stands there is the client's."""
+        assert self.memory is not None
+        assert isinstance(self.memory.obj, mmap.mmap)
+        begin = tract * _TRACT_BYTES
+        nbytes = min(_TRACT_BYTES, self.memory.nbytes - begin)
+        self.memory.obj.madvise(mmap.MADV_DONTNEED, begin, nbytes)
+
+
+class Regions:
+    """Keeps the regions of clients that ask again and again, one a client.
+
+    Of what it touches there at most ``most_bytes`` stay in this process's memory.
+    """
+
+    def __init__(self, most_bytes: int = _MOST_LENT) -> None:
+        self._most_bytes = most_bytes
+        self._open: dict[bytes, _Open] = {}
+        # Tracts by client, which take memory here too until they are looked away from, in the order
+        # of their last use.
+        self._touched: OrderedDict[tuple[bytes, int], None] = OrderedDict()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of clients' memory that this process maps and has touched, at most."""
+        return len(self._touched) * _TRACT_BYTES
+
+    def landing(self, peer: bytes, place: Place | None, seq: int) -> Landing | None:
+        """Return the place that a client lends for answer ``seq``, None if there is none in reach.
+
+        A client counts its questions up. One that comes again may be answered already and its place
+        lent to another answer, so nothing is written there.
+        """
+        if place is None:
+            return None
+        held = self._region(peer, place)
+        memory = held.at(place)
+        if memory is None or seq <= held.last_seq:
+            return None
+        held.last_seq = seq
+        memory = memory[: max(self._most_bytes, STAMP_BYTES)]
+        self._touch(peer, place.offset, len(memory))
+        return Landing(memory)
+
+    def rows(self, peer: bytes, lent: LentRows) -> Rows:
+        """Copy the rows that an engine has put into its memory.
+
+        Raises:
+            RegionOutOfReach: this process cannot read that memory.
+            CorruptMessage: it holds other bytes by now.
+        """
+        memory = self._region(peer, lent.place).at(lent.place)
+        if memory is None:
+            raise RegionOutOfReach(
+                "the bridge cannot read the engine's memory; send the rows through the socket"
+            )
+        self._touch(peer, lent.place.offset, STAMP_BYTES + lent.nbytes)
+        rows_nR = np.empty((len(lent.block.rows), lent.block.row_bytes), dtype=np.uint8)
+        rows_nR.reshape(-1).data[:] = memory[STAMP_BYTES : STAMP_BYTES + lent.nbytes]
+        if stamped(memory) != lent.stamp:
+            raise CorruptMessage("rows in shared memory have another stamp; send them again")
+        return Rows(lent.block, rows_nR)
+
+    def look(self) -> None:
+        """Let go of regions that are not used, whose clients may be gone."""
+        before = time.monotonic() - _IDLE_S
+        for peer in [peer for peer, held in self._open.items() if held.used_at < before]:
+            self.forget(peer)
+
+    def forget(self, peer: bytes) -> None:
+        """Let go of a client's region."""
+        self._open.pop(peer, None)
+        for key in [key for key in self._touched if key[0] == peer]:
+            del self._touched[key]
+
+    def _touch(self, peer: bytes, offset: int, nbytes: int) -> None:
+        """Count what is used next; look away from what was not used for longest."""
+        tracts = range(offset // _TRACT_BYTES, (offset + nbytes - 1) // _TRACT_BYTES + 1)
+        for tract in tracts:
+            self._touched[peer, tract] = None
+            self._touched.move_to_end((peer, tract))
+        while self.nbytes > self._most_bytes and len(self._touched) > len(tracts):
+            (client, tract), _ = self._touched.popitem(last=False)
+            self._open[client].look_away(tract)
+
+    def _region(self, peer: bytes, place: Place) -> _Open:
+        held = self._open.pop(peer, None)
+        if held is None or held.key != place.key:
+            self.forget(peer)
+            held = _Open(opened(place), place.key, place.pid, 0.0)
+        held.used_at = time.monotonic()
+        self._open[peer] = held  # the last of them
+        if len(self._open) > _MOST_OPEN:
+            self.forget(next(iter(self._open)))
+        return held
+
+
+class Landing:
+    """A place for the rows of one page, one piece after the other."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._stamp = stamp(memory)
+        self._rows = memory[STAMP_BYTES:]
+        self._at = 0
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes of rows fit."""
+        return len(self._rows)
+
+    def put(self, part: Part, piece: Piece) -> PlacedRows:
+        """Write the rows of a piece; return what tells the client of them."""
+        nbytes = piece.copy_to(self._rows[self._at :])
+        return self._told(part, piece.begin, piece.valid, piece.selected, nbytes)
+
+    def take(self, rows: PageRows) -> PlacedRows:
+        """Write rows that are joined already."""
+        nbytes = rows.nbytes
+        self._rows[self._at : self._at + nbytes] = wire_bytes(rows.rows, np.uint8)
+        return self._told(rows.part, rows.begin, rows.valid, rows.rows.shape[1], nbytes)
+
+    def _told(
+        self, part: Part, begin: int, valid: NDArray[np.bool_], row_bytes: int, nbytes: int
+    ) -> PlacedRows:
+        at, self._at = self._at, self._at + nbytes
+        return PlacedRows(part, begin, valid, row_bytes, at, self._stamp)

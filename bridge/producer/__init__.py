@@ -1,0 +1,1 @@
+"""The rollout engine's side of a bridge."""

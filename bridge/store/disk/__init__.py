@@ -1,0 +1,1 @@
+"""The disk tier: an LMDB file, its limits and its upkeep."""

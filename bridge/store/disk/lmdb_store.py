@@ -1,0 +1,473 @@
+"""The disk tier: an LMDB file in which an acknowledged entry survives kill -9 and a power cut.
+
+Four tables: ``about`` (schema version), ``journal`` (number -> header), ``payload`` (number ->
+record bytes) and ``sums`` (number -> row checksums). Headers stand apart so that a restart reads
+them and not the records. Space of dropped entries is used again; the file itself does not shrink.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.errors import SchemaMismatch, StoreFailing, StoreFull
+from bridge.store.base import WHOLE, Entry, Fill, Held, Position, Reader, Wanted
+from bridge.store.checksums import row_sums
+from bridge.store.directory import (
+    CHECKPOINT_FILE,
+    DATA_FILE,
+    Ballast,
+    CorruptStore,
+    locked,
+    private_file,
+    replace_file,
+)
+from bridge.store.disk.environment import (
+    ABOUT,
+    ENTRY_TABLES,
+    JOURNAL,
+    PAYLOAD,
+    SCHEMA_KEY,
+    SUMS,
+    CutOff,
+    Environment,
+    make_environment,
+)
+from bridge.store.disk.room import Room
+from bridge.wire.envelope import SCHEMA_VERSION, Buffer
+
+log = logging.getLogger(__name__)
+
+_DISK_MARGIN = 1 << 20
+_DROPS_A_COMMIT = 256
+_FEWER = 16
+_REPLAYED_BYTES = 4 << 20
+_PAGE = 4096
+_POSITION_KEY = b"position"
+_number = struct.Struct(">Q")
+_position = struct.Struct(">QQ")
+
+
+class DiskStore:
+    """A directory whose files take at most ``limit_bytes``.
+
+    Without ``sync`` what is written survives the process but not a power cut.
+
+    Raises:
+        StoreBusy: another daemon has the directory.
+        SchemaMismatch: the store was written with another schema version.
+        CorruptStore: the file is not readable, or not there when ``readonly``.
+    """
+
+    tier = "disk"
+
+    def __init__(
+        self, directory: Path, limit_bytes: int, *, readonly: bool = False, sync: bool = True
+    ) -> None:
+        self.directory = directory
+        self.room = Room.of(limit_bytes)
+        self._lock = None if readonly else locked(directory)
+        self._folder: int | None = None
+        self._ballast = Ballast(directory, self.room.ballast)
+        self._undropped: list[int] = []
+        self._rewinds = False
+        try:
+            self._env = _opened(directory, self.room.row_file, readonly, sync)
+        except BaseException:
+            self._release()
+            raise
+        try:
+            self._folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with _readable(directory), self._env.snapshot() as txn:
+                self._check_schema(txn)
+                self._live = self._env.live_bytes(txn)
+                self._next, self._deletions = self._position(txn)
+        except BaseException:
+            self.close()
+            raise
+        if not readonly:
+            self._ballast.load()
+
+    def _check_schema(self, txn: Any) -> None:
+        found = txn.get(SCHEMA_KEY, db=self._env.table(ABOUT))
+        if found is None or bytes(found) != str(SCHEMA_VERSION).encode():
+            version = "no" if found is None else bytes(found).decode("ascii", "replace")
+            raise SchemaMismatch(
+                f"the store in {self.directory} has schema {version} and this process writes "
+                f"{SCHEMA_VERSION}; choose another --dir or use the version that wrote it"
+            )
+
+    def _position(self, txn: Any) -> tuple[int, int]:
+        """Return the number after the last one there ever was, and the count of deletions."""
+        noted = txn.get(_POSITION_KEY, db=self._env.table(ABOUT))
+        end, deletions = (0, 0) if noted is None else _position.unpack(noted)
+        for name in ENTRY_TABLES:
+            with txn.cursor(self._env.table(name)) as cursor:
+                if cursor.last():
+                    end = max(end, _number.unpack(cursor.key())[0] + 1)
+        return end, deletions
+
+    @property
+    def next(self) -> int:
+        """The number that the next entry gets."""
+        return self._next
+
+    # --- writing
+
+    def append(self, entries: Sequence[Entry]) -> list[int]:
+        """Write all entries in one synced transaction or raise StoreFull."""
+        numbers = list(range(self._next, self._next + len(entries)))
+        self.write(list(zip(numbers, entries, strict=True)))
+        return numbers
+
+    def write(self, numbered: Sequence[tuple[int, Entry]]) -> None:
+        """Write entries under numbers of the caller's, ascending; all of them or StoreFull."""
+        if not numbered:
+            return
+        needed = sum(_entry_space(entry) for _, entry in numbered)
+        vital = all(entry.vital for _, entry in numbered)
+        makes_room = vital and all(entry.makes_room for _, entry in numbered)
+        most = self.room.steps if makes_room else self.room.vital if vital else self.room.rows
+        if self._live + needed > most:
+            raise StoreFull(self._over_limit())
+
+        def put(txn: Any) -> None:
+            for number, entry in numbered:
+                self._put(txn, number, entry)
+
+        self._commit(put, needed, may_grow=vital)
+        self._next = max(self._next, numbered[-1][0] + 1)
+
+    def _put(self, txn: Any, number: int, entry: Entry) -> None:
+        key = _number.pack(number)
+        txn.put(key, entry.header, append=True, db=self._env.table(JOURNAL))
+        if entry.payload is not None:
+            sums = row_sums(number, entry.payload, entry.row_bytes)
+            txn.put(key, entry.payload, append=True, db=self._env.table(PAYLOAD))
+            txn.put(key, sums.data, append=True, db=self._env.table(SUMS))
+
+    def _commit(self, work: Callable[[Any], None], needed: int, *, may_grow: bool) -> None:
+        """Do ``work`` in one transaction; look for room that can be had before giving up.
+
+        Raises:
+            StoreFull, StoreFailing: nothing of it is held.
+        """
+        try:
+            self._try(work)
+        except lmdb.Error:
+            self._env.forget_dead_readers()
+            with self._reasons(needed):
+                if may_grow:
+                    self._ballast.unload()
+                    self._env.grow(self.room.file)
+                self._try(work)
+
+    def _try(self, work: Callable[[Any], None]) -> None:
+        try:
+            with self._env.writing() as txn:
+                if self._rewinds:
+                    self._rewind(txn)
+                work(txn)
+                live = self._env.live_bytes(txn)
+        except lmdb.MapFullError:
+            raise
+        except lmdb.Error:
+            self._rewinds = True
+            raise
+        self._rewinds, self._live = False, live
+
+    def _rewind(self, txn: Any) -> None:
+        """Delete what a failed commit may have left: it was refused, and its numbers come again."""
+        for name in ENTRY_TABLES:
+            with txn.cursor(self._env.table(name)) as cursor:
+                found = cursor.set_range(_number.pack(self._next))
+                while found:
+                    found = cursor.delete()
+
+    @contextmanager
+    def _reasons(self, needed: int) -> Iterator[None]:
+        """Raise StoreFull or StoreFailing instead of what LMDB and the system raise."""
+        try:
+            yield
+        except lmdb.MapFullError as error:
+            raise StoreFull(self._over_limit()) from error
+        except (lmdb.Error, OSError, CutOff) as error:
+            if isinstance(error, lmdb.DiskError) or self._disk_is_full(needed):
+                raise StoreFull(
+                    f"the disk of {self.directory} is full; free space or serve from another --dir"
+                ) from error
+            raise StoreFailing(
+                f"writing to the store in {self.directory} failed ({error}); "
+                "check the disk or serve from another --dir"
+            ) from error
+
+    def _disk_is_full(self, needed: int) -> bool:
+        """Look at the disk: LMDB tells a write of which it took a part as an I/O error."""
+        assert self._folder is not None
+        disk = os.fstatvfs(self._folder)
+        return disk.f_bavail * disk.f_frsize < needed + _DISK_MARGIN
+
+    def _over_limit(self) -> str:
+        return (
+            f"the store in {self.directory} has reached its limit of {self.room.limit} bytes; "
+            "collect old steps (python -m bridge gc), raise --disk-limit or serve from another "
+            "--dir"
+        )
+
+    def in_memory(self, numbers: Iterable[int]) -> list[memoryview] | None:
+        """Return nothing: files can change behind the daemon's back."""
+        return None
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Delete entries, a few hundred a transaction, also when limit or disk is reached.
+
+        Raises:
+            StoreFull: some are still there; the next call tries them again.
+        """
+        pending = sorted({*numbers, *self._undropped})
+        self._undropped = pending
+        if not pending:
+            return
+        self._env.forget_dead_readers()
+        count = _DROPS_A_COMMIT
+        while self._undropped:
+            try:
+                self._delete(self._undropped[:count])
+            except StoreFull:
+                if count == 1:
+                    raise
+                count = max(1, count // _FEWER)  # that needs less room, and makes some
+            else:
+                self._undropped = self._undropped[count:]
+        self._turn_over()
+        self._ballast.load()
+
+    def _delete(self, numbers: Sequence[int]) -> None:
+        keys = [_number.pack(number) for number in numbers]
+
+        def delete(txn: Any) -> None:
+            for name in ENTRY_TABLES:
+                table = self._env.table(name)
+                for key in keys:
+                    txn.delete(key, db=table)
+            self._note_position(txn)
+
+        self._commit(delete, 0, may_grow=True)
+        self._deletions += 1
+
+    def _note_position(self, txn: Any) -> None:
+        """Write down that entries are deleted, and the numbers that must not come again."""
+        noted = _position.pack(self._next, self._deletions + 1)
+        txn.put(_POSITION_KEY, noted, db=self._env.table(ABOUT))
+
+    def _turn_over(self) -> None:
+        """Commit once more: LMDB uses pages again from the second transaction after the drop on."""
+        with self._reasons(0):
+            self._commit(self._note_position, 0, may_grow=True)
+            self._deletions += 1
+            self._env.grow(self.room.row_file)
+
+    # --- reading
+
+    @contextmanager
+    def reader(self, wanted: Wanted = WHOLE) -> Iterator[Reader]:
+        """Give the payload lookup: buffers point into the file's map until the context ends."""
+        with self._reasons(0):
+            snapshot = self._env.snapshot()
+        with snapshot as txn:
+            payloads, sums = self._env.table(PAYLOAD), self._env.table(SUMS)
+
+            def read(number: int) -> Held | None:
+                key = _number.pack(number)
+                try:
+                    payload, row_sums = txn.get(key, db=payloads), txn.get(key, db=sums)
+                except lmdb.Error as error:
+                    log.warning("entry %d of the store is not readable: %s", number, error)
+                    return None
+                if payload is None or row_sums is None:
+                    return None
+                whole = len(row_sums) // 8
+                return Held(memoryview(payload), np.frombuffer(row_sums, dtype="<u8", count=whole))
+
+            yield read
+
+    def replay(self, first: int = 0) -> Iterator[tuple[int, bytes]]:
+        """Yield (number, header) of every entry from number ``first`` on, oldest first.
+
+        No transaction is open while the caller has one: LMDB has 126 places for readers, and a
+        generator that nobody reads to its end would keep one.
+        """
+        headers = self._headers(first)
+        while headers:
+            yield from headers
+            headers = self._headers(headers[-1][0] + 1)
+
+    def _headers(self, first: int) -> list[tuple[int, bytes]]:
+        """Return entries from number ``first`` on, a few MiB of them."""
+        found: list[tuple[int, bytes]] = []
+        nbytes = 0
+        with (
+            _readable(self.directory),
+            self._env.snapshot() as txn,
+            txn.cursor(self._env.table(JOURNAL)) as cursor,
+        ):
+            more = cursor.set_range(_number.pack(first))
+            while more and nbytes < _REPLAYED_BYTES:
+                key, header = cursor.item()
+                found.append((_number.unpack(key)[0], bytes(header)))
+                nbytes += _space(len(header))
+                more = cursor.next()
+        return found
+
+    def numbers(self) -> NDArray[np.int64]:
+        """Return the numbers of all entries."""
+        with (
+            _readable(self.directory),
+            self._env.snapshot() as txn,
+            txn.cursor(self._env.table(JOURNAL)) as cursor,
+        ):
+            keys = b"".join(cursor.iternext(keys=True, values=False))
+        return np.frombuffer(keys, dtype=">u8").astype(np.int64)
+
+    def without_payload(self, numbers: Iterable[int]) -> list[int]:
+        """Return those of the numbers whose entry is held, is of rows, and has lost its payload."""
+        with self._env.snapshot() as txn:
+
+            def is_lost(number: int) -> bool:
+                key = _number.pack(number)
+                try:
+                    header, payload, sums = (
+                        txn.get(key, db=self._env.table(name)) for name in ENTRY_TABLES
+                    )
+                except lmdb.Error:
+                    return True
+                return header is not None and (payload is None) != (sums is None)
+
+            return [number for number in numbers if is_lost(number)]
+
+    def copy_to(self, file: int) -> None:
+        """Write one state of the store's file, without free pages; raise lmdb.Error.
+
+        Meanwhile no space is used again.
+        """
+        self._env.copy_to(file)
+
+    def position(self) -> Position | None:
+        """Return where the journal stands, None while entries wait to be deleted."""
+        return None if self._undropped else Position(self._next, self._deletions)
+
+    def read_checkpoint(self) -> Buffer | None:
+        """Return the checkpoint that was written last, None if there is none or none readable."""
+        try:
+            file = private_file(self.directory / CHECKPOINT_FILE, os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            is_empty = os.fstat(file).st_size == 0
+            return b"" if is_empty else memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_READ))
+        finally:
+            os.close(file)
+
+    def checkpoint_room(self) -> int:
+        """Return the share of the limit that is kept for it."""
+        return self.room.checkpoint
+
+    def write_checkpoint(self, content: Iterable[Buffer]) -> bool:
+        """Keep a checkpoint instead of the last one if the disk has room for both."""
+        try:
+            replace_file(self.directory / CHECKPOINT_FILE, content)
+        except OSError as error:
+            log.info("no checkpoint of the index is written: %s", error)
+            return False
+        return True
+
+    def reserve(self, index_bytes: int) -> None:
+        """Do nothing: the index lies in memory."""
+
+    def fill(self) -> Fill:
+        """Return the bytes that entries take on disk."""
+        return Fill(disk_bytes=self._live, disk_limit=self.room.limit)
+
+    def close(self) -> None:
+        """Close the file and let another daemon have the directory."""
+        self._env.close()
+        self._release()
+
+    def _release(self) -> None:
+        for descriptor in (self._folder, self._lock):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._folder = self._lock = None
+
+
+def _space(nbytes: int) -> int:
+    """Return the bytes that LMDB needs for a value: its own pages if large, else a node."""
+    if nbytes > _PAGE // 2:
+        return -(-(nbytes + 16) // _PAGE) * _PAGE
+    return nbytes + 32
+
+
+def _entry_space(entry: Entry) -> int:
+    payload = 0 if entry.payload is None else memoryview(entry.payload).nbytes
+    sums = payload // entry.row_bytes * 8 if entry.row_bytes else 8
+    return _space(len(entry.header)) + (_space(payload) + _space(sums) if payload else 0)
+
+
+def _opened(directory: Path, map_bytes: int, readonly: bool, sync: bool) -> Environment:
+    with _readable(directory):
+        if readonly:
+            _refuse_without_store(directory)
+        else:
+            make_environment(directory, SCHEMA_VERSION, sync=sync)
+        return Environment(directory, map_bytes, readonly=readonly, sync=sync)
+
+
+def _refuse_without_store(directory: Path) -> None:
+    """Say what a path is that holds no store; raise OSError where that cannot be seen."""
+    try:
+        (directory / DATA_FILE).stat()
+        return
+    except FileNotFoundError:
+        pass
+    except NotADirectoryError:
+        raise CorruptStore(f"{directory} is a file; give the directory of a store") from None
+    what = f"{directory} holds no store" if directory.exists() else f"there is no {directory}"
+    raise CorruptStore(f"{what}; give the --dir with which the bridge was started")
+
+
+@contextmanager
+def _readable(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except (lmdb.Error, struct.error, CutOff) as error:
+        raise CorruptStore(
+            f"the store in {directory} is not readable ({error}); {_remedy(error)}"
+        ) from error
+    except OSError as error:
+        raise CorruptStore(
+            f"the store in {directory} cannot be opened ({error.strerror or error}); free space "
+            "on its disk and make its files this user's, or choose another --dir"
+        ) from error
+
+
+def _remedy(error: Exception) -> str:
+    """Say what helps: a store on a disk that takes no writes is not a damaged one."""
+    reason = str(error)  # LMDB passes the system's errors on as text
+    if os.strerror(errno.ENOSPC) in reason:
+        return "free space on its disk, or choose another --dir"
+    if os.strerror(errno.EROFS) in reason:
+        return "mount its file system for writing, or choose another --dir"
+    if os.strerror(errno.EIO) in reason:
+        return "check its disk, or choose another --dir"
+    return "restore it from a copy, or move it away and serve an empty --dir"

@@ -1,0 +1,168 @@
+"""What is done to a store directory by hand: copy it, check it, make its file smaller."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import lmdb
+
+from bridge.errors import TraceError
+from bridge.store.base import Held
+from bridge.store.checksums import row_is_intact
+from bridge.store.directory import (
+    CHECKPOINT_FILE,
+    DATA_FILE,
+    NEW,
+    CorruptStore,
+    locked,
+    private_file,
+    replace_file,
+    sync_names,
+)
+from bridge.store.disk.lmdb_store import DiskStore
+from bridge.store.mooncake.directory_name import refuse_pooled
+
+# (done, of how many); neither is exact while a daemon writes to the store.
+Progress = Callable[[int, int], None]
+_LOOK_S = 0.2
+_ENTRIES_A_LOOK = 256  # of one transaction: while it is open, LMDB uses no space again
+
+
+class CannotCopy(TraceError):
+    """A copy of a store cannot be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A copy of a store file: its bytes, and those of the file that it was made of."""
+
+    nbytes: int
+    was: int
+
+
+@dataclass(frozen=True, slots=True)
+class Payloads:
+    """The payloads of a store: their rows and bytes, and what fails its checksum or is lost.
+
+    A row that is damaged is missing for trainers, and so are all rows of a lost payload.
+    """
+
+    entries: int
+    rows: int
+    nbytes: int
+    damaged_rows: int
+    lost_payloads: int
+
+
+def back_up(directory: Path, destination: Path, progress: Progress) -> Copied:
+    """Copy one state of a store to a new directory, also while a daemon serves it.
+
+    Raises:
+        CannotCopy: the destination is in use, or there is no room for it.
+        CorruptStore, SchemaMismatch: there is no store to copy, or its records are in a pool.
+    """
+    refuse_pooled(directory)
+    with closing(DiskStore(directory, 0, readonly=True)) as store:
+        with _sentences(destination):
+            destination.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if any(destination.iterdir()):
+                raise CannotCopy(f"{destination} is not empty; choose a new directory")
+        checkpoint = store.read_checkpoint()  # older than the copy, whose journal has the rest
+        copied = _copied(store, destination, progress)
+        with _sentences(destination):
+            if checkpoint is not None:
+                replace_file(destination / CHECKPOINT_FILE, [checkpoint])
+    return copied
+
+
+def compact(directory: Path, progress: Progress) -> Copied:
+    """Replace the file of a store that nobody serves by one without free pages.
+
+    Raises:
+        StoreBusy: a daemon serves it.
+        CannotCopy: there is no room for a second file.
+        CorruptStore, SchemaMismatch: it is not a store.
+    """
+    if not (directory / DATA_FILE).exists():
+        raise CorruptStore(f"there is no store in {directory}; correct the directory")
+    lock = locked(directory)
+    try:
+        with closing(DiskStore(directory, 0, readonly=True)) as store:
+            return _copied(store, directory, progress)
+    finally:
+        os.close(lock)
+
+
+def check_payloads(store: DiskStore, progress: Progress) -> Payloads:
+    """Read every payload and compare each of its rows with its checksum."""
+    numbers = store.numbers().tolist()
+    rows = nbytes = damaged = lost = 0
+    for begin in range(0, len(numbers), _ENTRIES_A_LOOK):
+        missing = []
+        with store.reader() as read:
+            for number in numbers[begin : begin + _ENTRIES_A_LOOK]:
+                held = read(number)
+                if held is None:
+                    missing.append(number)
+                    continue
+                count, broken = _check(number, held)
+                rows, damaged, nbytes = rows + count, damaged + broken, nbytes + len(held.payload)
+        lost += len(store.without_payload(missing))
+        progress(min(begin + _ENTRIES_A_LOOK, len(numbers)), len(numbers))
+    return Payloads(len(numbers), rows, nbytes, damaged, lost)
+
+
+def _check(number: int, held: Held) -> tuple[int, int]:
+    """Return (rows, rows that fail their checksum) of a payload."""
+    assert held.sums is not None
+    count = len(held.sums)
+    row_bytes, rest = divmod(len(held.payload), max(1, count))
+    if rest or not count:
+        return count, max(1, count)
+    rows = (held.payload[at * row_bytes : (at + 1) * row_bytes] for at in range(count))
+    intact = sum(
+        row_is_intact(number, at, row, expected)
+        for at, (row, expected) in enumerate(zip(rows, held.sums.tolist(), strict=True))
+    )
+    return count, count - intact
+
+
+def _copied(store: DiskStore, destination: Path, progress: Progress) -> Copied:
+    """Write a copy without free pages, which takes its name when it is whole."""
+    new, old = destination / (NEW + DATA_FILE), store.directory / DATA_FILE
+    with _sentences(destination):
+        new.unlink(missing_ok=True)
+        file = private_file(new, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            with ThreadPoolExecutor(1, "copy") as copier:
+                copying = copier.submit(store.copy_to, file)
+                while wait([copying], _LOOK_S).not_done:
+                    progress(os.fstat(file).st_size, max(store.fill().disk_bytes, 1))
+                copying.result()
+            os.fsync(file)
+            copied = Copied(os.fstat(file).st_size, old.stat().st_size)
+            new.replace(destination / DATA_FILE)
+            sync_names(destination)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(file)
+    progress(1, 1)
+    return copied
+
+
+@contextmanager
+def _sentences(destination: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, lmdb.Error) as error:
+        raise CannotCopy(
+            f"cannot write a copy of the store to {destination} ({error}); "
+            "free space there or choose another directory"
+        ) from error

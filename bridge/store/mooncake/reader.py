@@ -1,0 +1,106 @@
+"""Read payloads from a pool, wanted rows only, many entries in one request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.store.base import Held, Wanted
+from bridge.store.mooncake.pool import Pool, Span
+
+_REQUEST_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What the journal keeps of a payload: where it is, its bytes and its row checksums."""
+
+    key: str
+    nbytes: int
+    sums: NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of an entry that are read together."""
+
+    number: int
+    first_row: int
+    span: Span
+    sums: NDArray[np.uint64]
+
+    @property
+    def nbytes(self) -> int:
+        return self.span.end - self.span.begin
+
+
+class PoolReader:
+    """Reader of a pool: what is asked for brings along what is wanted next."""
+
+    def __init__(self, pool: Pool, note: Callable[[int], Note | None], wanted: Wanted) -> None:
+        self._pool = pool
+        self._note = note
+        self._wanted = wanted
+        self._rows: dict[int, tuple[int, int]] | None = None
+        self._held: dict[int, Held | None] = {}
+
+    def __call__(self, number: int) -> Held | None:
+        """Return the wanted rows of an entry, None if the pool has lost it.
+
+        Raises:
+            PoolUnreachable: it may still be there.
+        """
+        if number not in self._held:
+            if self._rows is None:
+                self._rows = _rows(self._wanted)
+            self._held = self._load(self._next_parts(number, self._rows))
+        return self._held.get(number)
+
+    def _next_parts(self, number: int, rows: dict[int, tuple[int, int]]) -> list[_Part]:
+        """Return the part asked for and those that are wanted behind it, up to a request's size."""
+        wanted = list(rows)
+        behind = wanted[wanted.index(number) + 1 :] if number in rows else []
+        parts: list[_Part] = []
+        nbytes = 0
+        for each in [number, *behind]:
+            part = self._part(each, rows.get(each))
+            if part is None:
+                continue
+            nbytes += part.nbytes
+            if parts and nbytes > _REQUEST_BYTES:
+                break
+            parts.append(part)
+        return parts
+
+    def _part(self, number: int, rows: tuple[int, int] | None) -> _Part | None:
+        note = self._note(number)
+        if note is None:
+            return None
+        if rows is None:
+            return _Part(number, 0, Span(note.key, 0, note.nbytes), note.sums)
+        first, stop = rows
+        row_bytes = self._wanted.row_bytes
+        span = Span(note.key, first * row_bytes, min(stop * row_bytes, note.nbytes))
+        return _Part(number, first, span, note.sums[first:stop]) if span.begin < span.end else None
+
+    def _load(self, parts: Sequence[_Part]) -> dict[int, Held | None]:
+        ends = np.cumsum([part.nbytes for part in parts]).tolist()
+        buffer = np.empty(ends[-1] if ends else 0, dtype=np.uint8)
+        present = self._pool.read([part.span for part in parts], buffer) if ends else []
+        return {
+            part.number: Held(buffer.data[end - part.nbytes : end], part.sums, part.first_row)
+            for part, end, there in zip(parts, ends, present, strict=True)
+            if there
+        }
+
+
+def _rows(wanted: Wanted) -> dict[int, tuple[int, int]]:
+    """Return (first row, row behind the last) of every entry, in the order in which they come."""
+    rows: dict[int, tuple[int, int]] = {}
+    for number, first, _, count in wanted.runs:
+        held = rows.get(number, (first, first + count))
+        rows[number] = (min(first, held[0]), max(first + count, held[1]))
+    return rows

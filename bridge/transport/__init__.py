@@ -1,0 +1,1 @@
+"""Bytes between processes: endpoints, sockets, CURVE keys, shared memory."""

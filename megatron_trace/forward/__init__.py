@@ -1,0 +1,1 @@
+"""One guided forward: the micro-batch it belongs to and the inputs it gets."""

@@ -1,0 +1,1 @@
+"""FP4 in Megatron's layers."""

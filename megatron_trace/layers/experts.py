@@ -1,0 +1,108 @@
+"""FP4 in the experts of one MoE layer: fc1 and fc2 inputs, and the router's probabilities.
+
+Shape legend: S sequence, B batch, H hidden size, T tokens this rank computes, K expert slots,
+E experts, P rows dispatched to this rank, I intermediate size (this rank's part), W bytes a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from bridge.layout import ModelShape, Site
+from megatron_trace.forward.context import current_scope, set_expert_rows
+from megatron_trace.layers.parallel import TensorParallel
+from megatron_trace.layers.rounding import (
+    ExpertRows,
+    RowState,
+    SiteRows,
+    own_token_scale,
+    round_rows,
+)
+
+if TYPE_CHECKING:
+    from megatron_trace.layers.dispatch import RecordDispatcher
+    from megatron_trace.records.microbatch import GuidedMicroBatch
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """The experts of MoE layer `layer`, as marked by `enable_fp4`."""
+
+    layer: int
+    shape: ModelShape
+    tokens: TensorParallel
+    records: RecordDispatcher
+
+    def round_input(self, hidden_SBH: Tensor) -> Tensor:
+        """Round the experts' input, one row a token."""
+        hidden_TH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
+        rows = self._rows(Site.FC1, len(hidden_TH))
+        return round_rows(hidden_TH, own_token_scale(hidden_TH, None), rows).view_as(hidden_SBH)
+
+    def enter(self, tokens_per_expert: Tensor, probs_P: Tensor) -> Tensor:
+        """Dispatch the fc2 records after the tokens; return probabilities 1 for the experts."""
+        num_tokens = self.records.num_tokens
+        rows_TK = self._rows(Site.FC2, num_tokens)
+        if rows_TK is None:
+            set_expert_rows(None)
+        else:
+            rows_P = self._dispatched(rows_TK, self._slots(num_tokens))
+            bounds = torch.nn.functional.pad(tokens_per_expert.cumsum(0), (1, 0))
+            set_expert_rows(ExpertRows(rows_P, tuple(bounds.tolist())))
+        return torch.ones_like(probs_P)
+
+    def leave(self, output_PH: Tensor, probs_P: Tensor) -> Tensor:
+        """Weigh the outputs as the rollout does, after fc2."""
+        set_expert_rows(None)
+        return (output_PH * probs_P.unsqueeze(-1)).to(output_PH.dtype)
+
+    def _rows(self, site: Site, num_tokens: int) -> SiteRows | None:
+        scope = current_scope()
+        if scope.micro_batch is None:
+            return None
+        scope.micro_batch.check_shape(self.shape)
+        tokens = self.tokens.tokens_of(scope.micro_batch.num_tokens, num_tokens)
+        return scope.micro_batch.site_rows(site, self.layer, tokens, scope.counting)
+
+    def _slots(self, num_tokens: int) -> Tensor:
+        """Return the slot in which the rollout gave token t to expert e: int8 [T, E], -1: none."""
+        micro_batch: GuidedMicroBatch | None = current_scope().micro_batch
+        assert micro_batch is not None
+        tokens = self.tokens.tokens_of(micro_batch.num_tokens, num_tokens)
+        routes_TK = micro_batch.routes(self.layer, tokens)
+        slots_TE = torch.full(
+            (num_tokens, self.shape.num_experts), -1, dtype=torch.int8, device=routes_TK.device
+        )
+        slot_ids_K = torch.arange(self.shape.top_k, dtype=torch.int8, device=routes_TK.device)
+        return slots_TE.scatter_(1, routes_TK, slot_ids_K.expand_as(routes_TK))
+
+    @torch.no_grad()
+    def _dispatched(self, rows_TK: SiteRows, slots_TE: Tensor) -> SiteRows:
+        state_TK = rows_TK.state.unsqueeze(-1).expand(-1, self.shape.top_k)
+        packed_TKW = replace(rows_TK, state=state_TK).packed()
+        packed_PW, slot_P = self.records.dispatch(packed_TKW, slots_TE)
+        rows_P = rows_TK.unpacked(packed_PW)
+        # Where the trainer's router chose another expert than the rollout there is no record.
+        unmatched = (slot_P < 0) & (rows_P.state == RowState.RECORDED)
+        return replace(rows_P, state=rows_P.state.masked_fill(unmatched, RowState.MISSING))
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One local expert; `row_group` are the ranks that share rows of its fc2 input, if several."""
+
+    local_index: int
+    row_group: ProcessGroup | None
+
+    def round_activation(self, activation_PI: Tensor) -> Tensor:
+        """Round the input of fc2, one row a token and expert slot."""
+        expert_rows = current_scope().expert_rows
+        rows = None if expert_rows is None else expert_rows.of_expert(self.local_index)
+        first = 0 if self.row_group is None else self.row_group.rank() * activation_PI.shape[-1]
+        scale_P1 = own_token_scale(activation_PI, self.row_group)
+        return round_rows(activation_PI, scale_P1, rows, first)

@@ -1,0 +1,1 @@
+"""What is checked before a model is trained with records."""

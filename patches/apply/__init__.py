@@ -1,0 +1,1 @@
+"""Apply, revert and verify patches on an installed upstream."""

@@ -1,0 +1,1 @@
+"""Patches and series as files: parse, order, write."""

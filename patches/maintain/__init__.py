@@ -1,0 +1,1 @@
+"""Move a series to a new upstream release."""

@@ -1,0 +1,1 @@
+"""Triton kernels that read and write the FP4 KV pool."""

@@ -1,0 +1,1 @@
+"""Which requests are recorded, and the names of their trajectories."""

@@ -1,0 +1,55 @@
+"""Rows keep the number that the ledger gave them, however passes are cut into what is shipped."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge.transport.bridge_sharding import counts_of, home_of, homes_of
+from sglang_trace.capture.ledger import Ledger, Span
+from sglang_trace.capture.row_routing import RowHomes
+
+SLOTS = 400
+_PASSES = st.lists(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)), min_size=1, max_size=4), max_size=8
+)
+
+
+@given(_PASSES, st.integers(1, 3), st.data())
+def test_shipped_rows_have_the_ledgers_numbers(
+    passes: list[list[tuple[int, int]]], bridges: int, data: st.DataObject
+) -> None:
+    homes, ledger, filled = RowHomes(bridges), Ledger(SLOTS), 1
+    expected: list[int] = []
+    for requests in passes:
+        spans = [
+            Span(f"t{rid}", 0, length, home_of(f"t{rid}", bridges)) for rid, length in requests
+        ]
+        count = sum(span.length for span in spans)
+        slots = torch.arange(filled, filled + count)
+        first = ledger.record(slots, spans)
+        homes.keep(first, spans)
+        filled += count
+        expected += ledger.read("nobody", slots).tolist()
+        assert homes_of(ledger.read("nobody", slots).numpy()).tolist() == [
+            home_of(f"t{rid}", bridges) for rid, length in requests for _ in range(length)
+        ]
+        for span in spans:
+            last = ledger.own_rows(span.request, span.length)
+            assert set(homes_of(last.numpy())) == {span.home}
+    shipped: list[int] = []
+    while len(shipped) < len(expected):
+        count = data.draw(st.integers(1, len(expected) - len(shipped)))
+        shipped += homes.numbers(len(shipped), count).tolist()
+    assert shipped == expected
+    assert [counts_of(row) for row in shipped] == list(range(len(shipped)))
+    assert not homes._spans
+
+
+def test_padding_has_a_number_too() -> None:
+    ledger = Ledger(SLOTS)
+    ledger.record(torch.tensor([3, 4, 0, 0]), [Span("a", 0, 2, home=1)])
+    assert ledger.next_row == 4
+    rows = ledger.read("nobody", torch.tensor([3, 4]))
+    assert (counts_of(rows.numpy()).tolist(), homes_of(rows.numpy()).tolist()) == ([0, 1], [1, 1])
