@@ -39,6 +39,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m scripts.house
 
 unit: setup  ## the tests that start no server and no training job (about two minutes)
 	$(PYTEST) -m "not server"

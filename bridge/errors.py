@@ -21,6 +21,18 @@ class RegionOutOfReach(TraceError):
     """Rows stand in memory of a client that the daemon cannot read: they have to be sent."""
 
 
+class LayoutError(TraceError):
+    """A model or a choice of layers, sites and bits cannot be recorded."""
+
+
+class UnknownEngine(TraceError):
+    """An engine sent records without a hello that this daemon remembers."""
+
+
+class TokenMismatch(TraceError):
+    """The bridge's trajectory has other tokens than the trainer's: its records must not guide."""
+
+
 class UnknownTrajectory(TraceError):
     """No record exists under the trajectory name that was asked for."""
 

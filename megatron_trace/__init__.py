@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_trace.config import TraceTrainerConfig
+    from megatron_trace.context import guide
     from megatron_trace.enable import disable_fp4, enable_fp4, free_rounded_weights
-    from megatron_trace.forward.context import guide
     from megatron_trace.hooks import bind_micro_batch
     from megatron_trace.records.fetch import fetch_records
     from megatron_trace.records.guidance import Guidance
@@ -37,7 +37,7 @@ _HOME = {
     "enable_fp4": "enable",
     "fetch_records": "records.fetch",
     "free_rounded_weights": "enable",
-    "guide": "forward.context",
+    "guide": "context",
 }
 
 

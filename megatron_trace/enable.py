@@ -16,13 +16,13 @@ from torch.distributed import ProcessGroup
 
 from bridge.layout import ModelShape, Site
 from megatron_trace.config import TraceTrainerConfig
-from megatron_trace.forward.entry import LayerEntry, unwatch, watch, watch_inputs, watched
+from megatron_trace.entry import LayerEntry, unwatch, watch, watch_inputs, watched
 from megatron_trace.layers.dispatch import AllGatherRecords, AllToAllRecords, RecordDispatcher
 from megatron_trace.layers.experts import Expert, ExpertLayer
 from megatron_trace.layers.key_values import KeyValues
-from megatron_trace.layers.parallel import TensorParallel
 from megatron_trace.layers.router_replay import RecordedRoutes
 from megatron_trace.layers.weights import ExpertWeight
+from megatron_trace.parallel import TensorParallel
 from megatron_trace.preflight.hook_check import require_live_hooks
 from megatron_trace.preflight.unsupported import (
     UnsupportedModel,

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_trace.forward.context import bind_scope, never_compiled
+from megatron_trace.context import bind_scope, never_compiled
 
 
 @never_compiled

@@ -23,6 +23,8 @@ ENVIRONMENT = "SGLANG_TRACE"
 # What the sites are recorded from: values of --quantization and --kv-cache-dtype.
 QUANTIZATION = "trace_nvfp4"
 KV_CACHE_DTYPE = "nvfp4"
+# Value of --attention-backend.
+ATTENTION_BACKEND = "trace_fp4"
 DEFAULT_SITES = (Site.FC1, Site.K, Site.V, Site.ROUTES)
 DEFAULT_LAYERS = "deeper-half"
 

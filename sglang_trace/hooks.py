@@ -31,10 +31,10 @@ def on_import() -> None:
 
 def register_kv_cache(methods: dict[str, type]) -> None:
     """SGLang's table of KV cache methods exists: put our NVFP4 method into it where it has none."""
-    from sglang_trace import attention
+    from sglang_trace.hardware import is_hopper
     from sglang_trace.preflight import cpu_host
 
-    if cpu_host.is_cpu_host() or attention.is_hopper():
+    if cpu_host.is_cpu_host() or is_hopper():
         from sglang_trace.attention import kv_cache
 
         kv_cache.register(methods)
@@ -42,9 +42,9 @@ def register_kv_cache(methods: dict[str, type]) -> None:
 
 def reads_fp4_kv_cache(*backends: str | None) -> bool:
     """SGLang asks whether its attention backends can read an FP4 KV cache: ours can, alone."""
-    from sglang_trace import attention
+    from sglang_trace.config import ATTENTION_BACKEND
 
-    return set(backends) == {attention.ATTENTION_BACKEND}
+    return set(backends) == {ATTENTION_BACKEND}
 
 
 def register_quantization(methods: dict[str, type]) -> None:

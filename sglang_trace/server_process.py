@@ -13,8 +13,9 @@ from typing import Any
 
 from bridge.errors import TraceError
 from bridge.layout import Site
-from sglang_trace import attention, failure, hooks
+from sglang_trace import failure, hooks
 from sglang_trace.config import KV_CACHE_DTYPE, QUANTIZATION, TraceConfig
+from sglang_trace.hardware import is_hopper
 from sglang_trace.preflight import cpu_host
 
 
@@ -84,7 +85,7 @@ def defaults(config: TraceConfig | None) -> dict[str, str]:
         chosen["quantization"] = QUANTIZATION
         records_kv = bool({Site.K, Site.V} & set(config.sites))
         # SGLang itself refuses this dtype on other GPUs, with a reason that is not ours.
-        if cpu_host.is_cpu_host() or (records_kv and attention.is_hopper()):
+        if cpu_host.is_cpu_host() or (records_kv and is_hopper()):
             chosen["kv_cache_dtype"] = KV_CACHE_DTYPE
         if not cpu_host.is_cpu_host():
             chosen["cuda_graph_backend_prefill"] = "disabled"

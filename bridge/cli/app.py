@@ -132,7 +132,7 @@ def serve(
         serve_until_stopped(
             endpoint,
             Access(keys, insecure),
-            Limits(directory, spill, memory_limit, disk_limit, mooncake),
+            Limits(directory, spill, parse_size(memory_limit), parse_size(disk_limit), mooncake),
             Policy(keep, max_version_diff, expire),
             Logging(log_level, log_format),
             http,

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from bridge.index.checkpoint import read_checkpoint
 from bridge.index.recovery import recover
-from bridge.index.saved import UnusableCheckpoint
+from bridge.index.tables.saved import UnusableCheckpoint
 from bridge.layout import Part
 from bridge.store import DiskStore
 from bridge.store.disk.upkeep import Progress, check_payloads
-from bridge.store.mooncake.directory_name import is_pooled
+from bridge.store.pool_directory import is_pooled
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from bridge.client.connection import Connection, Reply
 from bridge.client.merge import joined_digests, joined_summaries, summed_gc, summed_stats
 from bridge.client.records import TrajectoryRecords
-from bridge.errors import TraceError
+from bridge.errors import TokenMismatch
 from bridge.layout import Site, TensorSlice
 from bridge.layout.tensor_slice import ALL_VALUES
 from bridge.transport.bridge_sharding import parse_endpoints
@@ -40,10 +40,6 @@ from bridge.wire import (
     Step,
     TrajectorySummary,
 )
-
-
-class TokenMismatch(TraceError):
-    """The bridge's trajectory has other tokens than the trainer's: its records must not guide."""
 
 
 class TraceClient:

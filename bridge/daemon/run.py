@@ -11,16 +11,15 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge.cli.units import parse_size
-from bridge.daemon import Daemon
 from bridge.daemon.memory.malloc import keep_freed_memory
+from bridge.daemon.server import Daemon
 from bridge.daemon.spawn import READY, STATUS_PAGE
 from bridge.errors import TraceError
 from bridge.observe.logs import Event, Logging, event
 from bridge.observe.status import Status
 from bridge.store import CachedStore, DiskStore, MemoryStore, MooncakeStore, Store
 from bridge.store.disk.scratch import scratch_store
-from bridge.store.mooncake.directory_name import refuse_pooled
+from bridge.store.pool_directory import refuse_pooled
 from bridge.transport.curve_keys import BridgeKeys
 from bridge.wire import Policy
 
@@ -32,14 +31,15 @@ class Limits:
     """Where records live and how much of them.
 
     directory   keeps records across crashes; None: memory, then scratch space under ``spill``
+    memory      bytes, as ``disk``
     spill       None is the system's place for temporary files that may be large
     mooncake    HOST:PORT of the master of a pool for record bytes; the rest stays in ``directory``
     """
 
     directory: Path | None
     spill: Path | None
-    memory: str
-    disk: str
+    memory: int
+    disk: int
     mooncake: str | None = None
 
 
@@ -132,7 +132,7 @@ class StopSignal:
 
 
 def _store(limits: Limits) -> Store:
-    memory, disk = parse_size(limits.memory), parse_size(limits.disk)
+    memory, disk = limits.memory, limits.disk
     if limits.mooncake is not None:
         if limits.directory is None:
             raise TraceError("--mooncake needs --dir: only record bytes go to the pool")

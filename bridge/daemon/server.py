@@ -12,6 +12,7 @@ from bridge.daemon.checkpoints import Checkpoints
 from bridge.daemon.counters import Flow
 from bridge.daemon.fetch.answer import Fetching
 from bridge.daemon.fetch.gather import Gather
+from bridge.daemon.fetch.landing import Landing
 from bridge.daemon.ingest import Ingest, Ingested
 from bridge.daemon.memory.budget import Budget
 from bridge.daemon.memory.mapped import MappedFiles
@@ -215,7 +216,8 @@ class Daemon:
         if not isinstance(message, Fetch):
             yield self._reply(message)
             return
-        landing = self._regions.landing(peer, message.place, seq)
+        memory = self._regions.landing(peer, message.place, seq)
+        landing = None if memory is None else Landing(memory)
         for reply in self._fetching.answer(message, landing, self._room(peer)):
             if isinstance(reply, PageRows | PlacedRows):
                 self._flow.send(reply)

@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.index.saved import integers
+from bridge.index.tables.saved import integers
 
 LARGEST_JUMP = 1 << 16
 

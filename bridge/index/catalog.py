@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from bridge.index.aging import LastUsed
 from bridge.index.engine import Engine, introduction_bytes, unknown_engine
 from bridge.index.pins import Pins
-from bridge.index.saved import Saved, Snapshot, integers, texts
 from bridge.index.step_log import StepLog
 from bridge.index.tables import trajectory_columns
 from bridge.index.tables.block_table import BlockTable
@@ -21,6 +20,7 @@ from bridge.index.tables.digest_table import DigestTable, digest_bytes
 from bridge.index.tables.rollouts import Fate
 from bridge.index.tables.row_map import absent_places
 from bridge.index.tables.runs import groups
+from bridge.index.tables.saved import Saved, Snapshot, integers, texts
 from bridge.index.tables.sizes import text_bytes
 from bridge.index.tables.trajectory_map import TrajectoryMap
 from bridge.layout import Part

@@ -1,9 +1,9 @@
 """The index in a file, so that a start reads that and replays only what was told after it.
 
 A checkpoint is the catalog as it was before entry ``next``, in plain values that name no code
-(`bridge.index.saved`). It is used only by the code that wrote it and only whole: another version of
-the index, or a bit that flipped, and the journal is replayed from its beginning, which gives the
-same index. The file:
+(`bridge.index.tables.saved`). It is used only by the code that wrote it and only whole: another
+version of the index, or a bit that flipped, and the journal is replayed from its beginning, which
+gives the same index. The file:
 
     magic with the number of this format | checksum of the code | next | deletions | bytes of head
     head: the catalog's snapshot in msgpack; of an array it has type and shape
@@ -26,9 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128, xxh3_128_digest
 
-import bridge
 from bridge.index.catalog import Catalog
-from bridge.index.saved import Saved, UnusableCheckpoint
+from bridge.index.tables.saved import Saved, UnusableCheckpoint
 from bridge.store.base import Position
 from bridge.wire.envelope import Buffer
 
@@ -154,8 +153,8 @@ class _ArraysOf:
 @cache
 def _code() -> bytes:
     """Return a checksum of the code that made the index: its rules are not in a checkpoint."""
-    package = Path(next(iter(bridge.__path__)))
-    files = sorted(file for part in _CODE for file in (package / part).glob("*.py"))
+    package = Path(__file__).parents[1]
+    files = sorted(file for part in _CODE for file in (package / part).rglob("*.py"))
     total = xxh3_128()
     for file in files:
         total.update(file.read_bytes())

@@ -16,9 +16,9 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.errors import EngineIdTaken, SchemaMismatch, TraceError
-from bridge.index.saved import Saved, Snapshot, UnusableCheckpoint, table
+from bridge.errors import EngineIdTaken, SchemaMismatch, UnknownEngine
 from bridge.index.tables.row_map import RowMap
+from bridge.index.tables.saved import Saved, Snapshot, UnusableCheckpoint, table
 from bridge.index.tables.sequence_set import SequenceSet
 from bridge.index.tables.sizes import text_bytes
 from bridge.layout import Part, Shard
@@ -32,10 +32,6 @@ Sent = Hello | Block | Trajectory | Dropped | WeightDigests
 _OBJECT_BYTES = 200
 _OWN = dict.fromkeys(("engine_id", "shard", "incarnation"))  # others say the rest as well
 _ENGINE_BYTES = 4 << 10  # two row maps, its sequence numbers and the hello
-
-
-class UnknownEngine(TraceError):
-    """An engine sent records without a hello that this daemon remembers."""
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
 from typing import Self
 
-from bridge.index.saved import Saved, Snapshot, integers, texts
+from bridge.index.tables.saved import Saved, Snapshot, integers, texts
 from bridge.index.tables.sizes import text_bytes
 
 _OBJECT_BYTES = 256

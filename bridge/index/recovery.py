@@ -9,7 +9,7 @@ import numpy as np
 from bridge.errors import TraceError
 from bridge.index.catalog import Catalog, Journaled
 from bridge.index.checkpoint import read_checkpoint
-from bridge.index.saved import UnusableCheckpoint
+from bridge.index.tables.saved import UnusableCheckpoint
 from bridge.observe.logs import Event, event
 from bridge.store.base import Store
 from bridge.store.journal import unpack

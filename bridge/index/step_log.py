@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.index.aging import LARGEST_JUMP, LastUsed, ages
-from bridge.index.saved import Saved, Snapshot, table
+from bridge.index.tables.saved import Saved, Snapshot, table
 
 _STEP_BYTES = 200
 

@@ -1,7 +1,7 @@
 """What a record looks like, byte for byte, and what a token costs."""
 
 from bridge.layout.record import Field, RecordLayout
-from bridge.layout.shape import LayoutError, ModelShape, deeper_half, parse_layers
+from bridge.layout.shape import ModelShape, deeper_half, parse_layers
 from bridge.layout.shard import Shard
 from bridge.layout.site import Kind, Part, Site, SiteRecord
 from bridge.layout.tensor_slice import TensorSlice
@@ -9,7 +9,6 @@ from bridge.layout.tensor_slice import TensorSlice
 __all__ = [
     "Field",
     "Kind",
-    "LayoutError",
     "ModelShape",
     "Part",
     "RecordLayout",

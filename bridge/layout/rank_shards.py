@@ -8,8 +8,8 @@ What is the same on all ranks is sent by the first.
 
 from __future__ import annotations
 
+from bridge.errors import LayoutError
 from bridge.layout.record import RecordLayout
-from bridge.layout.shape import LayoutError
 from bridge.layout.shard import Shard
 from bridge.layout.site import Site
 from bridge.layout.tensor_slice import Bounds, TensorSlice

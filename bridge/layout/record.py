@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
-from bridge.errors import SchemaMismatch
+from bridge.errors import LayoutError, SchemaMismatch
 from bridge.formats import (
     FULL_SCALE_BITS,
     MAX_BITS,
@@ -34,13 +34,7 @@ from bridge.formats import (
     plane_bytes,
     scale_bytes,
 )
-from bridge.layout.shape import (
-    MAX_LAYERS,
-    LayoutError,
-    ModelShape,
-    check_layers,
-    check_range,
-)
+from bridge.layout.shape import MAX_LAYERS, ModelShape, check_layers, check_range
 from bridge.layout.site import PART_OF, Kind, Part, Site, SiteRecord
 from bridge.layout.tensor_slice import ALL_VALUES, TensorSlice
 

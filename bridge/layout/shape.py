@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Self
 
-from bridge.errors import TraceError
+from bridge.errors import LayoutError
 from bridge.formats import NVFP4_BLOCK
 
 # Bounds on a shape from outside, checked before anything is allocated for it.
@@ -14,10 +14,6 @@ MAX_TOP_K = 64
 MAX_WIDTH = 1 << 20
 
 _MODEL_TYPES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
-
-
-class LayoutError(TraceError):
-    """A model or a choice of layers, sites and bits cannot be recorded."""
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from bridge.errors import LayoutError
 from bridge.layout.columns import byte_columns
 from bridge.layout.record import RecordLayout
-from bridge.layout.shape import LayoutError, check_range
+from bridge.layout.shape import check_range
 from bridge.layout.site import Part, Site
 from bridge.layout.tensor_slice import TensorSlice
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from bridge.errors import LayoutError
 from bridge.formats import FULL_SCALE_BITS, NVFP4_BLOCK
-from bridge.layout.shape import LayoutError
 
 if TYPE_CHECKING:
     from torch import Tensor

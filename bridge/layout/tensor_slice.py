@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from bridge.errors import LayoutError
 from bridge.formats import NVFP4_BLOCK
-from bridge.layout.shape import LayoutError, ModelShape
+from bridge.layout.shape import ModelShape
 from bridge.layout.site import Site
 
 Bounds = tuple[int, int]

@@ -27,8 +27,8 @@ from bridge.errors import (
     RegionOutOfReach,
     StoreFull,
     TraceError,
+    UnknownEngine,
 )
-from bridge.index import UnknownEngine
 from bridge.layout import Part, RecordLayout, Shard
 from bridge.producer.shm_sender import Placing
 from bridge.transport.loopback import is_loopback

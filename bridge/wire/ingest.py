@@ -16,8 +16,8 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.errors import CorruptMessage, SchemaMismatch
-from bridge.layout import LayoutError, Part, RecordLayout, Shard
+from bridge.errors import CorruptMessage, LayoutError, SchemaMismatch
+from bridge.layout import Part, RecordLayout, Shard
 from bridge.layout.shape import MAX_LAYERS, check_range
 from bridge.layout.shard import MAX_SHARD_FIELDS, MAX_SHARDS, check_shards
 from bridge.wire.envelope import Buffer, Envelope

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bridge.errors import (
     CorruptMessage,
     EngineIdTaken,
+    LayoutError,
     RegionOutOfReach,
     RowTaken,
     SchemaMismatch,
@@ -12,13 +13,11 @@ from bridge.errors import (
     StoreFull,
     TooManyQuestions,
     TraceError,
+    UnknownEngine,
     UnknownTrajectory,
 )
-from bridge.index import UnknownEngine
-from bridge.layout import LayoutError
 from bridge.plain import plain
-from bridge.wire import Error
-from bridge.wire.answer import MAX_SENTENCE_CHARS
+from bridge.wire.answer import MAX_SENTENCE_CHARS, Error
 
 _BY_CODE = {
     kind.__name__: kind

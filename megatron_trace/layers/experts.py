@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from bridge.layout import ModelShape, Site
-from megatron_trace.forward.context import current_scope, set_expert_rows
-from megatron_trace.layers.parallel import TensorParallel
-from megatron_trace.layers.rounding import (
+from megatron_trace.context import current_scope, set_expert_rows
+from megatron_trace.parallel import TensorParallel
+from megatron_trace.rounding.rows import (
     ExpertRows,
     RowState,
     SiteRows,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from bridge.layout import ModelShape, Site, TensorSlice
-from megatron_trace.forward.context import current_scope
-from megatron_trace.layers.parallel import TensorParallel
-from megatron_trace.layers.rounding import round_rows
+from megatron_trace.context import current_scope
+from megatron_trace.parallel import TensorParallel
+from megatron_trace.rounding.rows import round_rows
 
 
 @dataclass(frozen=True)

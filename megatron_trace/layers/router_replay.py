@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from bridge.layout import ModelShape, Site
-from megatron_trace.forward.context import current_scope, never_compiled
-from megatron_trace.layers.parallel import TensorParallel
-from megatron_trace.layers.rounding import Counter, RowState
+from megatron_trace.context import current_scope, never_compiled
+from megatron_trace.parallel import TensorParallel
+from megatron_trace.rounding.rows import Counter, RowState
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 

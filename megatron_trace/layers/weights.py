@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from bridge.fp4.guided_rounding import straight_through
 from bridge.fp4.nvfp4 import Fp4Tensor, quantize_nvfp4, quantize_weight, tensor_scale
-from megatron_trace.layers.kept_rounding import KeptRounding
+from megatron_trace.rounding.kept_weights import KeptRounding
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from bridge.client.client import TokenMismatch
-from bridge.errors import TraceError, WeightVersionMismatch
+from bridge.errors import TokenMismatch, TraceError, WeightVersionMismatch
 from bridge.layout import Part, RecordLayout
-from megatron_trace.layers.rounding import RowState
 from megatron_trace.records.token_placement import Placement
+from megatron_trace.rounding.rows import RowState
 
 if TYPE_CHECKING:
     from bridge.client.records import TrajectoryRecords

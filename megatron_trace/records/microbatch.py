@@ -16,19 +16,19 @@ from torch import Tensor
 from bridge.errors import NonFiniteActivation, TraceError
 from bridge.layout import ModelShape, RecordLayout, Site
 from bridge.layout.site import PART_OF
-from megatron_trace.forward.coverage import Coverage
-from megatron_trace.forward.input_check import ForwardCheck
-from megatron_trace.layers.rounding import Counter, Following, RowState, SiteRows
 from megatron_trace.records.aligned_rows import (
     PlacedRows,
     VersionPolicy,
     check_one_meaning,
     place_rows,
 )
+from megatron_trace.records.coverage import Coverage
 from megatron_trace.records.guidance import Guidance, GuidanceError
+from megatron_trace.records.input_check import ForwardCheck
 from megatron_trace.records.record_check import check_kv_scales, check_rows
 from megatron_trace.records.report import Report, SiteCount
 from megatron_trace.records.token_placement import Placement
+from megatron_trace.rounding.rows import Counter, Following, RowState, SiteRows
 
 if TYPE_CHECKING:
     from bridge.client.records import TrajectoryRecords

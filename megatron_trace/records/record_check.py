@@ -18,9 +18,9 @@ from bridge.errors import TraceError
 from bridge.formats import FULL_SCALE_BITS
 from bridge.layout import RecordLayout, Site
 from bridge.layout.site import PART_OF
-from megatron_trace.layers.rounding import RowState
 from megatron_trace.records.aligned_rows import PlacedRows
 from megatron_trace.records.token_placement import Placement
+from megatron_trace.rounding.rows import RowState
 
 if TYPE_CHECKING:
     from bridge.client.records import TrajectoryRecords

@@ -20,11 +20,11 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from sglang_trace import failure
-from sglang_trace.attention import ATTENTION_BACKEND
 from sglang_trace.attention.extend_flash import extend_flash
 from sglang_trace.attention.extend_pieces import Piece, pieces_of
 from sglang_trace.attention.triton_decode import TritonDecode
 from sglang_trace.attention.unsupported import AttentionRefused, HeadSizes, check_model
+from sglang_trace.config import ATTENTION_BACKEND
 from sglang_trace.kernels.kv.slot_table import copy_slots
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,8 @@ from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import (
 from torch import Tensor
 
 from bridge.fp4.nvfp4 import NVFP4_BLOCK, Fp4Tensor, pack_nibbles, quantize_nvfp4, unpack_nibbles
-from sglang_trace import attention
+from sglang_trace.config import ATTENTION_BACKEND
+from sglang_trace.hardware import is_hopper
 from sglang_trace.preflight import cpu_host
 
 
@@ -90,7 +91,7 @@ class LinearNvfp4KVCacheMethod(NVFP4KVCacheMethod):  # type: ignore[misc]
 class TritonNvfp4KVCacheMethod(LinearNvfp4KVCacheMethod):
     """On a GPU: our kernels store, and our attention backend reads code words and scales."""
 
-    attention_backend = attention.ATTENTION_BACKEND
+    attention_backend = ATTENTION_BACKEND
     access = KVCacheAttentionAccessKind.NATIVE_FP4
     read_as = torch.uint8
 
@@ -200,5 +201,5 @@ def register(methods: dict[str, type]) -> None:
     """
     if cpu_host.is_cpu_host():
         methods[TorchNvfp4KVCacheMethod.name] = TorchNvfp4KVCacheMethod
-    elif attention.is_hopper():
+    elif is_hopper():
         methods[TritonNvfp4KVCacheMethod.name] = TritonNvfp4KVCacheMethod

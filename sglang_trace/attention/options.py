@@ -7,9 +7,9 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from sglang_trace.attention import ATTENTION_BACKEND, is_hopper
 from sglang_trace.attention.unsupported import AttentionRefused
-from sglang_trace.config import KV_CACHE_DTYPE
+from sglang_trace.config import ATTENTION_BACKEND, KV_CACHE_DTYPE
+from sglang_trace.hardware import is_hopper
 from sglang_trace.preflight import cpu_host
 from sglang_trace.preflight.unsupported import backends_of
 

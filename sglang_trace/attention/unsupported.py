@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from bridge.errors import TraceError
-from sglang_trace.attention import ATTENTION_BACKEND, is_hopper
-from sglang_trace.config import KV_CACHE_DTYPE
+from sglang_trace.config import ATTENTION_BACKEND, KV_CACHE_DTYPE
+from sglang_trace.hardware import is_hopper
 from sglang_trace.preflight.unsupported import Refusal, above_one, backends_of, is_on, listed
 
 _OTHER_POOLS = "it copies code words without their block scales"
@@ -114,11 +114,9 @@ def check_model(model_runner: Any) -> HeadSizes:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    from sglang_trace.attention.kv_cache import TritonNvfp4KVCacheMethod
-
     pool = model_runner.token_to_kv_pool
-    method = getattr(pool, "quant_method", None)
-    if type(pool) is not MHATokenToKVPool or not isinstance(method, TritonNvfp4KVCacheMethod):
+    reader = getattr(getattr(pool, "quant_method", None), "attention_backend", None)
+    if type(pool) is not MHATokenToKVPool or reader != ATTENTION_BACKEND:
         raise _refused(f"keeps its keys and values in a {type(pool).__name__}")
     if model_runner.dtype != torch.bfloat16:
         raise _refused(f"computes in {model_runner.dtype}, not BF16")

@@ -12,8 +12,7 @@ from typing import Any
 
 from bridge.errors import TraceError
 from bridge.layout import RecordLayout, Site
-from sglang_trace.attention import ATTENTION_BACKEND
-from sglang_trace.config import KV_CACHE_DTYPE, QUANTIZATION, TraceConfig
+from sglang_trace.config import ATTENTION_BACKEND, KV_CACHE_DTYPE, QUANTIZATION, TraceConfig
 
 # The release with which capture has run on a GPU.
 GPU_RELEASE = "0.5.17"

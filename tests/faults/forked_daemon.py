@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from bridge.cli.units import parse_size
 from bridge.daemon.run import Access, Limits, serve_until_stopped
 from bridge.daemon.spawn import READY
 from bridge.errors import TraceError
@@ -90,7 +91,7 @@ def daemon(directory: Path, keep: int, disk_limit: str, sabotage: Work) -> Work:
         serve_until_stopped(
             "tcp://127.0.0.1:0",
             Access(None, False),
-            Limits(directory, None, "64MiB", disk_limit),
+            Limits(directory, None, 64 << 20, parse_size(disk_limit)),
             Policy(keep=keep),
             Logging(LogLevel.ERROR, LogFormat.TEXT),
             None,

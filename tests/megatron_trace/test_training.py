@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bridge.fp4.nvfp4 import token_scale
 from bridge.layout import Site
-from megatron_trace.layers.rounding import round_rows
+from megatron_trace.rounding.rows import round_rows
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -88,7 +88,7 @@ def test_an_unguided_forward_stays_unguided_when_it_is_recomputed_under_guidance
     lib: Any, build_fp4: Callable[..., Any], batches: Any
 ) -> None:
     from megatron_trace import guide
-    from megatron_trace.forward.coverage import NothingGuided
+    from megatron_trace.records.coverage import NothingGuided
 
     model = build_fp4(**FULL_RECOMPUTE)
     sequences, records = batches[0]

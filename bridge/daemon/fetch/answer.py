@@ -14,16 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.daemon.fetch.gather import LANDED_BYTES, PIECE_BYTES, Gather
+from bridge.daemon.fetch.landing import Landing
 from bridge.daemon.fetch.rank_join import Joining, Shares
-from bridge.daemon.memory.shared_memory import Landing
-from bridge.errors import UnknownTrajectory
+from bridge.daemon.memory.budget import MAX_PAGE_BYTES
+from bridge.errors import LayoutError, UnknownTrajectory
 from bridge.index import Catalog, Engine, TrajectoryMap
 from bridge.index.tables.runs import groups
-from bridge.layout import LayoutError, Part, RecordLayout, Site, TensorSlice
+from bridge.layout import Part, RecordLayout, Site, TensorSlice
 from bridge.layout.columns import selection
 from bridge.wire import Fetch, FetchReply, PageRows, PlacedRows
 
-MAX_PAGE_BYTES = 8 << 20
 _LAST_POSITIONS = 1024
 
 # Positions [N] of a page, ascending, and what the ranks of their engine sent of their rows.

@@ -13,6 +13,8 @@ from typing import Self
 
 from bridge.store.payloads import room_of
 
+# Of rows in the answer to one Fetch.
+MAX_PAGE_BYTES = 8 << 20
 _DEFAULT_LIMIT = 8 << 30
 _LEAST_BYTES = 1 << 20
 _LEAST_SHARE = 64 << 10

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from bridge.daemon.fetch.answer import MAX_PAGE_BYTES
-from bridge.daemon.memory.budget import Budget
+from bridge.daemon.memory.budget import MAX_PAGE_BYTES, Budget
 from bridge.wire import Message, encode
 from bridge.wire.envelope import Buffer
 

@@ -11,14 +11,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from bridge.daemon.fetch.gather import Piece
 from bridge.errors import CorruptMessage, RegionOutOfReach
-from bridge.layout import Part
-from bridge.transport.shared_memory import STAMP_BYTES, opened, stamp, stamped
-from bridge.wire import LentRows, PageRows, Place, PlacedRows, Rows
-from bridge.wire.fields import wire_bytes
+from bridge.transport.shared_memory import STAMP_BYTES, opened, stamped
+from bridge.wire import LentRows, Place, Rows
 
 _MOST_OPEN = 64
 _MOST_LENT = 1 << 30
@@ -71,7 +67,7 @@ class Regions:
         """Bytes of clients' memory that this process maps and has touched, at most."""
         return len(self._touched) * _TRACT_BYTES
 
-    def landing(self, peer: bytes, place: Place | None, seq: int) -> Landing | None:
+    def landing(self, peer: bytes, place: Place | None, seq: int) -> memoryview | None:
         """Return the place that a client lends for answer ``seq``, None if there is none in reach.
 
         A client counts its questions up. One that comes again may be answered already and its place
@@ -86,7 +82,7 @@ class Regions:
         held.last_seq = seq
         memory = memory[: max(self._most_bytes, STAMP_BYTES)]
         self._touch(peer, place.offset, len(memory))
-        return Landing(memory)
+        return memory
 
     def rows(self, peer: bytes, lent: LentRows) -> Rows:
         """Copy the rows that an engine has put into its memory.
@@ -139,34 +135,3 @@ class Regions:
         if len(self._open) > _MOST_OPEN:
             self.forget(next(iter(self._open)))
         return held
-
-
-class Landing:
-    """A place for the rows of one page, one piece after the other."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self._stamp = stamp(memory)
-        self._rows = memory[STAMP_BYTES:]
-        self._at = 0
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes of rows fit."""
-        return len(self._rows)
-
-    def put(self, part: Part, piece: Piece) -> PlacedRows:
-        """Write the rows of a piece; return what tells the client of them."""
-        nbytes = piece.copy_to(self._rows[self._at :])
-        return self._told(part, piece.begin, piece.valid, piece.selected, nbytes)
-
-    def take(self, rows: PageRows) -> PlacedRows:
-        """Write rows that are joined already."""
-        nbytes = rows.nbytes
-        self._rows[self._at : self._at + nbytes] = wire_bytes(rows.rows, np.uint8)
-        return self._told(rows.part, rows.begin, rows.valid, rows.rows.shape[1], nbytes)
-
-    def _told(
-        self, part: Part, begin: int, valid: NDArray[np.bool_], row_bytes: int, nbytes: int
-    ) -> PlacedRows:
-        at, self._at = self._at, self._at + nbytes
-        return PlacedRows(part, begin, valid, row_bytes, at, self._stamp)

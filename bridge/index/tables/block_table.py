@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.index.saved import Saved, Snapshot, UnusableCheckpoint
+from bridge.index.tables.saved import Saved, Snapshot, UnusableCheckpoint
 
 BLOCK = np.dtype(
     [("engine", "<i4"), ("part", "i1"), ("version", "<i4"), ("step", "<i4"), ("row_bytes", "<i4")]

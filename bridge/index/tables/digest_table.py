@@ -8,7 +8,7 @@ from itertools import chain, islice
 from sys import intern
 from typing import Self
 
-from bridge.index.saved import Saved, Snapshot, integers, lengths, lists, texts
+from bridge.index.tables.saved import Saved, Snapshot, integers, lengths, lists, texts
 from bridge.index.tables.sizes import text_bytes
 from bridge.wire import WeightDigests
 

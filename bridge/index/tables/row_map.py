@@ -19,8 +19,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.index.saved import Saved, Snapshot, UnusableCheckpoint, integers, table
 from bridge.index.tables.runs import groups, stretches
+from bridge.index.tables.saved import Saved, Snapshot, UnusableCheckpoint, integers, table
 
 PLACE = np.dtype([("block", "<i8"), ("offset", "<u4")], align=True)
 

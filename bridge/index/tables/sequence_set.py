@@ -6,7 +6,7 @@ from typing import Self
 
 import numpy as np
 
-from bridge.index.saved import Saved, Snapshot, integers
+from bridge.index.tables.saved import Saved, Snapshot, integers
 
 _PAGE_BITS = 12
 _PAGE_BYTES = (1 << _PAGE_BITS) // 8

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.index.saved import (
+from bridge.index.tables.rollouts import ROLLOUT_COLUMNS, Rollouts
+from bridge.index.tables.saved import (
     Number,
     Saved,
     Snapshot,
@@ -19,7 +20,6 @@ from bridge.index.saved import (
     table,
     texts,
 )
-from bridge.index.tables.rollouts import ROLLOUT_COLUMNS, Rollouts
 from bridge.index.tables.trajectory_map import TrajectoryMap
 from bridge.wire import TrajectoryState
 

@@ -25,7 +25,7 @@ from bridge.store.directory import (
     sync_names,
 )
 from bridge.store.disk.lmdb_store import DiskStore
-from bridge.store.mooncake.directory_name import refuse_pooled
+from bridge.store.pool_directory import refuse_pooled
 
 # (done, of how many); neither is exact while a daemon writes to the store.
 Progress = Callable[[int, int], None]

@@ -26,9 +26,9 @@ from bridge.errors import StoreFull
 from bridge.store.base import WHOLE, Entry, Fill, Held, Position, Reader, Wanted
 from bridge.store.checksums import row_is_intact, row_sums
 from bridge.store.disk.lmdb_store import DiskStore
-from bridge.store.mooncake.directory_name import next_opening
 from bridge.store.mooncake.pool import Pool, PoolUnreachable
 from bridge.store.mooncake.reader import Note, PoolReader
+from bridge.store.pool_directory import next_opening
 from bridge.wire.envelope import Buffer
 
 log = logging.getLogger(__name__)

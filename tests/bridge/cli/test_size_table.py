@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from bridge.cli.size_table import CHOICES, PUBLISHED, UnreadableConfig, cost_table, read_model
-from bridge.errors import TraceError
-from bridge.layout import LayoutError
+from bridge.errors import LayoutError, TraceError
 
 ROOT = Path(__file__).resolve().parents[3]
 QWEN_30B = {

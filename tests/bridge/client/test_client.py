@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bridge.client.client import TokenMismatch, TraceClient
+from bridge.client.client import TraceClient
 from bridge.client.connection import Connection
 from bridge.client.paging import Paging
 from bridge.daemon.fetch.answer import Fetching
 from bridge.daemon.spawn import EmbeddedBridge
-from bridge.errors import BridgeUnreachable, UnknownTrajectory
-from bridge.layout import LayoutError, Part, RecordLayout, Site
+from bridge.errors import BridgeUnreachable, LayoutError, TokenMismatch, UnknownTrajectory
+from bridge.layout import Part, RecordLayout, Site
 from bridge.producer.producer import RecordProducer
 from bridge.store import MemoryStore
 from bridge.transport.shared_memory import Region

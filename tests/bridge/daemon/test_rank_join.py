@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from bridge.client.client import TraceClient
 from bridge.daemon import spawn
-from bridge.errors import SchemaMismatch
-from bridge.layout import LayoutError, Part, RecordLayout, Shard, Site, TensorSlice
+from bridge.errors import LayoutError, SchemaMismatch
+from bridge.layout import Part, RecordLayout, Shard, Site, TensorSlice
 from bridge.layout.rank_shards import rank_shards
 from bridge.layout.shard import check_shards
 from bridge.producer.producer import RecordProducer

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from bridge.daemon.fetch.answer import _page
 from bridge.daemon.fetch.gather import Piece
+from bridge.daemon.fetch.landing import Landing
 from bridge.daemon.memory import shared_memory
-from bridge.daemon.memory.shared_memory import Landing, Regions
+from bridge.daemon.memory.shared_memory import Regions
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from bridge.transport.shared_memory import STAMP_BYTES, Region, stamped
 from bridge.wire import PageRows, Place
@@ -69,7 +70,7 @@ def test_a_region_is_opened_once_for_all_places_and_questions(
         for each in (place, other):
             landing = held.landing(b"a", each, next(_SEQS))
             assert landing is not None
-            assert landing.nbytes == _PAGE
+            assert landing.nbytes == STAMP_BYTES + _PAGE
     assert opens == [place.key]
 
 

@@ -25,7 +25,7 @@ from bridge.daemon.spawn import EmbeddedBridge
 from bridge.index import Catalog
 from bridge.index.checkpoint import Checkpoint, read_checkpoint
 from bridge.index.recovery import recover
-from bridge.index.saved import Saved, UnusableCheckpoint
+from bridge.index.tables.saved import Saved, UnusableCheckpoint
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from bridge.layout.rank_shards import rank_shards
 from bridge.producer.producer import RecordProducer

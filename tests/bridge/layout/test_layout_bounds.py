@@ -10,16 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.errors import SchemaMismatch
-from bridge.layout import (
-    LayoutError,
-    ModelShape,
-    Part,
-    RecordLayout,
-    Site,
-    TensorSlice,
-    parse_layers,
-)
+from bridge.errors import LayoutError, SchemaMismatch
+from bridge.layout import ModelShape, Part, RecordLayout, Site, TensorSlice, parse_layers
 from bridge.layout import record as record_module
 from bridge.layout.columns import as_slices, byte_columns, selection
 from bridge.layout.shape import check_layers, check_range

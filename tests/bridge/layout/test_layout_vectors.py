@@ -196,6 +196,6 @@ def test_known_columns_of_a_slice() -> None:
 
 def test_everything_that_the_package_exports_is_there() -> None:
     names = bridge.layout.__all__
-    assert len(names) == len(set(names)) == 12
+    assert len(names) == len(set(names)) == 11
     for name in names:
         assert getattr(bridge.layout, name).__name__ == name

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from bridge.cli.size_table import PUBLISHED
-from bridge.errors import SchemaMismatch
+from bridge.errors import LayoutError, SchemaMismatch
 from bridge.fp4.nvfp4 import decode_e4m3, quantize_nvfp4, token_scale
 from bridge.layout import (
     Kind,
-    LayoutError,
     ModelShape,
     Part,
     RecordLayout,

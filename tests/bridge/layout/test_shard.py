@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.layout import LayoutError, ModelShape, Part, RecordLayout, Shard, Site, TensorSlice
+from bridge.errors import LayoutError
+from bridge.layout import ModelShape, Part, RecordLayout, Shard, Site, TensorSlice
 from bridge.layout import shard as shard_module
 from bridge.layout.columns import byte_columns, overlap
 from bridge.layout.rank_shards import rank_shards

@@ -25,8 +25,8 @@ from bridge.errors import StoreFull, TraceError
 from bridge.layout import Part, RecordLayout
 from bridge.producer.producer import RecordProducer
 from bridge.store import CorruptStore, DiskStore, Entry, MooncakeStore, Store, Wanted
-from bridge.store.mooncake.directory_name import next_opening, refuse_pooled
 from bridge.store.mooncake.pool import NoMooncake, Pool, PoolUnreachable
+from bridge.store.pool_directory import next_opening, refuse_pooled
 from bridge.transport.ports import held_port
 
 pytest.importorskip(

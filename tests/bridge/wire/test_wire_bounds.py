@@ -17,8 +17,8 @@ import zmq
 from bridge.client.assemble import Page, join
 from bridge.client.client import TraceClient
 from bridge.client.paging import Paging
-from bridge.errors import CorruptMessage, SchemaMismatch, StoreFull, TraceError
-from bridge.layout import LayoutError, ModelShape, Part, RecordLayout, Site
+from bridge.errors import CorruptMessage, LayoutError, SchemaMismatch, StoreFull, TraceError
+from bridge.layout import ModelShape, Part, RecordLayout, Site
 from bridge.producer.producer import RecordProducer
 from bridge.store import MemoryStore, Store
 from bridge.wire import (

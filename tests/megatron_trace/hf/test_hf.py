@@ -12,9 +12,9 @@ import torch
 from reference_rollout import HF_CONFIG, SHAPE, Weights
 from safetensors.torch import save_file
 
+from bridge.errors import LayoutError
 from bridge.fp4.digest import digest
 from bridge.fp4.nvfp4 import quantize_weight
-from bridge.layout import LayoutError
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bridge.client.client import TokenMismatch
 from bridge.client.records import TrajectoryRecords
-from bridge.errors import WeightVersionMismatch
+from bridge.errors import TokenMismatch, WeightVersionMismatch
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from bridge.wire import TrajectoryState
-from megatron_trace.layers.rounding import RowState
 from megatron_trace.records.aligned_rows import (
     PlacedRows,
     SequenceCountMismatch,
@@ -25,6 +23,7 @@ from megatron_trace.records.aligned_rows import (
     place_rows,
 )
 from megatron_trace.records.token_placement import Placement, PlacementError
+from megatron_trace.rounding.rows import RowState
 
 LAYOUT = RecordLayout(
     ModelShape(2, 16, 16, 4, 2, 1, 16, (0, 1), (0, 1)), (1,), (Site.FC1, Site.K, Site.ROUTES)

@@ -12,8 +12,7 @@ import torch
 from reference_rollout import SHAPE, Weights
 from torch import Tensor
 
-from bridge.client.client import TokenMismatch
-from bridge.errors import TraceError, WeightVersionMismatch
+from bridge.errors import TokenMismatch, TraceError, WeightVersionMismatch
 from bridge.layout import RecordLayout, Site
 from bridge.layout.tensor_slice import ALL_VALUES
 
@@ -222,7 +221,7 @@ def test_records_of_another_model_are_refused_by_the_forward(
 def test_a_forward_of_other_tokens_than_the_micro_batchs_is_refused(
     lib: Any, build_fp4: Callable[..., Any], sequences: Any, records: Any
 ) -> None:
-    from megatron_trace.layers.parallel import TokenCountMismatch
+    from megatron_trace.parallel import TokenCountMismatch
 
     with pytest.raises(TokenCountMismatch, match=r"computes 12 tokens.*describes 10"):
         lib.padded_logits(build_fp4(), sequences, lib.packed(records, sequences))

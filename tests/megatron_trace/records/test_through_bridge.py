@@ -15,9 +15,9 @@ from torch import Tensor
 
 from bridge.client.client import TraceClient
 from bridge.daemon import spawn
-from bridge.errors import UnknownTrajectory, WeightVersionMismatch
+from bridge.errors import LayoutError, UnknownTrajectory, WeightVersionMismatch
 from bridge.formats import FULL_SCALE_BITS
-from bridge.layout import LayoutError, Part, Site, TensorSlice
+from bridge.layout import Part, Site, TensorSlice
 from bridge.producer.producer import RecordProducer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -125,8 +125,8 @@ def test_records_of_another_tensor_parallel_rank_guide_nothing(
     direct: list[Any],
     sequences: list[Tensor],
 ) -> None:
-    from megatron_trace.layers.rounding import RecordsOfOtherRank
     from megatron_trace.records.guidance import GuidanceError
+    from megatron_trace.rounding.rows import RecordsOfOtherRank
 
     half = SHAPE.num_kv_heads // 2
     if direct[0].layout.scale_bits != FULL_SCALE_BITS:

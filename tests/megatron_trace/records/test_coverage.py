@@ -35,7 +35,7 @@ def records(lib: Any, weights: Weights, sequences: list[Tensor]) -> Any:
 def test_a_model_that_was_never_marked_is_an_error(
     lib: Any, build: Callable[..., Any], sequences: Any, records: Any
 ) -> None:
-    from megatron_trace.forward.coverage import NothingGuided
+    from megatron_trace.records.coverage import NothingGuided
 
     with pytest.raises(NothingGuided, match=r"call enable_fp4\(model\) before"):
         lib.packed_logits(build(), sequences, lib.packed(records, sequences))
@@ -43,7 +43,7 @@ def test_a_model_that_was_never_marked_is_an_error(
 
 def test_a_block_without_a_forward_is_an_error(lib: Any, sequences: Any, records: Any) -> None:
     from megatron_trace import guide
-    from megatron_trace.forward.coverage import NothingGuided
+    from megatron_trace.records.coverage import NothingGuided
 
     with pytest.raises(NothingGuided), guide(lib.packed(records, sequences)):
         pass
@@ -62,7 +62,7 @@ def test_records_of_sites_that_stay_in_the_models_precision_are_an_error(
     sites: tuple[Site, ...],
 ) -> None:
     from megatron_trace import TraceTrainerConfig, enable_fp4
-    from megatron_trace.forward.coverage import NothingGuided
+    from megatron_trace.records.coverage import NothingGuided
 
     model = build()
     enable_fp4(model, TraceTrainerConfig(**config))

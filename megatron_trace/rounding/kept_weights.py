@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron_trace.layers.fingerprint import fingerprint
+from megatron_trace.rounding.fingerprint import fingerprint
 
 _all_kept: WeakSet[KeptRounding] = WeakSet()
 

@@ -18,7 +18,7 @@ TOKENS = torch.arange(100, 110)
 
 @pytest.fixture
 def check() -> Any:
-    from megatron_trace.forward.input_check import ForwardCheck
+    from megatron_trace.records.input_check import ForwardCheck
     from megatron_trace.records.token_placement import Placement
 
     placement = Placement.packed(TOKENS[None], (0, 6, 10), None)
@@ -37,7 +37,7 @@ def test_what_fits_settles_without_an_error(check: Any) -> None:
 
 
 def test_other_tokens_are_found_when_it_settles(check: Any) -> None:
-    from bridge.client.client import TokenMismatch
+    from bridge.errors import TokenMismatch
 
     check.check_tokens(TOKENS.flip(0)[None].cuda())
     with pytest.raises(TokenMismatch, match=r"token 109 at place 0 .* built with 100"):
@@ -46,7 +46,7 @@ def test_other_tokens_are_found_when_it_settles(check: Any) -> None:
 
 
 def test_other_bounds_are_found_when_it_settles(check: Any) -> None:
-    from megatron_trace.forward.input_check import FormMismatch
+    from megatron_trace.records.input_check import FormMismatch
 
     check.check_form(torch.zeros(10, 1, 4, device="cuda"), params(0, 4, 10), 1)
     with pytest.raises(FormMismatch, match=r"bounds \[0, 4, 10\]"):

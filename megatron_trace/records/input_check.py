@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bridge.client.client import TokenMismatch
-from bridge.errors import TraceError
-from megatron_trace.layers.parallel import TokenCountMismatch
+from bridge.errors import TokenMismatch, TraceError
+from megatron_trace.parallel import TokenCountMismatch
 from megatron_trace.records.token_placement import Placement
 
 

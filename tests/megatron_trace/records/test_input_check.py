@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reference_rollout import SHAPE, Weights
 from torch import Tensor
 
-from bridge.client.client import TokenMismatch
+from bridge.errors import TokenMismatch
 from bridge.layout import Site
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -91,7 +91,7 @@ def test_one_other_token_is_refused_and_named(
 def test_other_sequence_bounds_over_the_same_tokens_are_refused(
     lib: Any, model: Any, sequences: Any, rollout: Any, bounds: tuple[int, ...]
 ) -> None:
-    from megatron_trace.forward.input_check import FormMismatch
+    from megatron_trace.records.input_check import FormMismatch
 
     records, _ = rollout
     with pytest.raises(FormMismatch, match="pass the same cu_seqlens to both"):
@@ -101,7 +101,7 @@ def test_other_sequence_bounds_over_the_same_tokens_are_refused(
 def test_a_pack_that_runs_as_one_sequence_is_refused(
     lib: Any, model: Any, sequences: Any, rollout: Any
 ) -> None:
-    from megatron_trace.forward.input_check import FormMismatch
+    from megatron_trace.records.input_check import FormMismatch
 
     records, _ = rollout
     with pytest.raises(FormMismatch, match=r"packs 3 sequences .* no packed_seq_params"):
@@ -111,7 +111,7 @@ def test_a_pack_that_runs_as_one_sequence_is_refused(
 def test_packed_and_padded_forms_are_not_exchanged(
     lib: Any, model: Any, sequences: Any, rollout: Any
 ) -> None:
-    from megatron_trace.forward.input_check import FormMismatch
+    from megatron_trace.records.input_check import FormMismatch
 
     records, _ = rollout
     one, of_one = [sequences[0]], records[:1]
@@ -191,7 +191,7 @@ def test_embeddings_in_the_place_of_tokens_are_refused(
     lib: Any, model: Any, sequences: Any, rollout: Any
 ) -> None:
     from megatron_trace import guide
-    from megatron_trace.forward.input_check import FormMismatch
+    from megatron_trace.records.input_check import FormMismatch
 
     records, _ = rollout
     embedded = torch.zeros(16, 1, SHAPE.hidden_size)
@@ -204,8 +204,8 @@ def test_a_later_stage_compares_what_it_can_see(
 ) -> None:
     """A stage without the embedding: the tokens where they are passed, else shape and bounds."""
     from megatron_trace import enable_fp4, guide
-    from megatron_trace.forward.input_check import FormMismatch
-    from megatron_trace.layers.parallel import TokenCountMismatch
+    from megatron_trace.parallel import TokenCountMismatch
+    from megatron_trace.records.input_check import FormMismatch
 
     records, _ = rollout
     model = build()
@@ -231,7 +231,7 @@ def test_a_later_stage_compares_what_it_can_see(
 def test_a_rank_of_sequence_parallelism_sees_its_part_of_the_tokens(
     lib: Any, sequences: Any, rollout: Any
 ) -> None:
-    from megatron_trace.layers.parallel import TokenCountMismatch
+    from megatron_trace.parallel import TokenCountMismatch
 
     records, _ = rollout
     check = lib.padded(records, sequences, sites=(Site.FC1,)).check

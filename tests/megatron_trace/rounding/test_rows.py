@@ -12,7 +12,7 @@ from bridge.fp4.bit_planes import pack_planes
 from bridge.fp4.guided_rounding import Reading
 from bridge.fp4.nvfp4 import E4M3_NAN, Fp4Tensor, quantize_nvfp4, token_scale
 from bridge.layout import SiteRecord
-from megatron_trace.layers.rounding import Counter, Following, RowState, SiteRows
+from megatron_trace.rounding.rows import Counter, Following, RowState, SiteRows
 
 RECORDED, MISSING, PADDING = RowState.RECORDED, RowState.MISSING, RowState.PADDING
 

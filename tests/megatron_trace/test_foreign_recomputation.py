@@ -12,9 +12,8 @@ from reference_rollout import Weights
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_trace import bind_micro_batch, guide
-from megatron_trace.forward import context
-from megatron_trace.forward.context import UnboundRecomputation
+from megatron_trace import bind_micro_batch, context, guide
+from megatron_trace.context import UnboundRecomputation
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

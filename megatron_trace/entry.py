@@ -17,9 +17,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import nn
 
 from bridge.layout import Site
-from megatron_trace.forward.context import current_scope, never_compiled
-from megatron_trace.forward.input_check import FormMismatch
-from megatron_trace.layers.parallel import TensorParallel
+from megatron_trace.context import current_scope, never_compiled
+from megatron_trace.parallel import TensorParallel
+from megatron_trace.records.input_check import FormMismatch
 
 _WATCHES = "trace_watches"
 

@@ -21,8 +21,8 @@ import torch
 from bridge.errors import TraceError
 
 if TYPE_CHECKING:
-    from megatron_trace.layers.rounding import ExpertRows
     from megatron_trace.records.microbatch import GuidedMicroBatch
+    from megatron_trace.rounding.rows import ExpertRows
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

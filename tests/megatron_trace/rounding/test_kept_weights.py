@@ -19,7 +19,7 @@ from megatron_trace import TraceTrainerConfig, enable_fp4, free_rounded_weights
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-JOB = Path(__file__).parent / "jobs" / "shared_weight.py"
+JOB = Path(__file__).parents[1] / "jobs" / "shared_weight.py"
 OTHER_WEIGHTS = random_weights(seed=1)
 USED_EXPERT = 5  # by the first sequence, in layer 1
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_trace.layers.fingerprint import fingerprint
+from megatron_trace.rounding.fingerprint import fingerprint
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS, COLUMNS = 6, 32

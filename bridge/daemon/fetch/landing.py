@@ -1,0 +1,43 @@
+"""Rows written into a client's memory instead of being sent."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.daemon.fetch.gather import Piece
+from bridge.layout import Part
+from bridge.transport.shared_memory import STAMP_BYTES, stamp
+from bridge.wire import PageRows, PlacedRows
+from bridge.wire.fields import wire_bytes
+
+
+class Landing:
+    """A place for the rows of one page, one piece after the other."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._stamp = stamp(memory)
+        self._rows = memory[STAMP_BYTES:]
+        self._at = 0
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes of rows fit."""
+        return len(self._rows)
+
+    def put(self, part: Part, piece: Piece) -> PlacedRows:
+        """Write the rows of a piece; return what tells the client of them."""
+        nbytes = piece.copy_to(self._rows[self._at :])
+        return self._told(part, piece.begin, piece.valid, piece.selected, nbytes)
+
+    def take(self, rows: PageRows) -> PlacedRows:
+        """Write rows that are joined already."""
+        nbytes = rows.nbytes
+        self._rows[self._at : self._at + nbytes] = wire_bytes(rows.rows, np.uint8)
+        return self._told(rows.part, rows.begin, rows.valid, rows.rows.shape[1], nbytes)
+
+    def _told(
+        self, part: Part, begin: int, valid: NDArray[np.bool_], row_bytes: int, nbytes: int
+    ) -> PlacedRows:
+        at, self._at = self._at, self._at + nbytes
+        return PlacedRows(part, begin, valid, row_bytes, at, self._stamp)
