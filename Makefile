@@ -4,7 +4,7 @@ BIN := .venv/bin
 # The demo's and tests' matrices are tiny: a second thread costs more in waiting than it computes.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo matrix unchanged faults mutate test setup lint unit clean
+.PHONY: demo wheel matrix unchanged faults mutate test setup lint unit clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -15,6 +15,9 @@ setup:  ## make .venv with pinned packages and both upstreams patched
 
 demo: setup  ## the main job on the real upstreams; writes out/demo/report.json and a picture
 	$(BIN)/python -m examples.demo --out out/demo
+
+wheel: setup  ## build and check the distributions, install the wheel elsewhere and run the demo's job
+	@PYTHON=$(PYTHON) scripts/check_wheel.sh
 
 matrix: setup  ## the demo on every pair of upstream releases with patches; writes out/matrix/matrix.json
 	$(BIN)/python -m examples.matrix
