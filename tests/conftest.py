@@ -18,10 +18,12 @@ with pytest.MonkeyPatch.context() as _patch:
     if not torch.cuda.is_available():
         _patch.setenv("TRITON_INTERPRET", "1")
     importlib.import_module("triton.experimental.gluon")
+    import megatron_trace.kernels
     import sglang_trace.kernels
 
-    for _module in pkgutil.walk_packages(sglang_trace.kernels.__path__, "sglang_trace.kernels."):
-        importlib.import_module(_module.name)
+    for _package in (sglang_trace.kernels, megatron_trace.kernels):
+        for _module in pkgutil.walk_packages(_package.__path__, f"{_package.__name__}."):
+            importlib.import_module(_module.name)
     importlib.import_module("sglang_trace.attention.extend")
 
 

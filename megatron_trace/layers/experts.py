@@ -42,7 +42,7 @@ class ExpertLayer:
         """Round the experts' input, one row a token."""
         hidden_TH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
         rows = self._rows(Site.FC1, len(hidden_TH))
-        return round_rows(hidden_TH, own_token_scale(hidden_TH, None), rows).view_as(hidden_SBH)
+        return round_rows(hidden_TH, None, rows).view_as(hidden_SBH)
 
     def enter(self, tokens_per_expert: Tensor, probs_P: Tensor) -> Tensor:
         """Dispatch the fc2 records after the tokens; return probabilities 1 for the experts."""
@@ -104,5 +104,6 @@ class Expert:
         expert_rows = current_scope().expert_rows
         rows = None if expert_rows is None else expert_rows.of_expert(self.local_index)
         first = 0 if self.row_group is None else self.row_group.rank() * activation_PI.shape[-1]
-        scale_P1 = own_token_scale(activation_PI, self.row_group)
+        shared = self.row_group
+        scale_P1 = None if shared is None else own_token_scale(activation_PI, shared)
         return round_rows(activation_PI, scale_P1, rows, first)

@@ -59,7 +59,7 @@ class RecordedRoutes:
         recorded_TK = micro_batch.routes(self.layer, tokens)
         ids_TK = torch.where(state_T1 == RowState.RECORDED, recorded_TK, own[1])
         if scope.counting:
-            _count(micro_batch.counts(Site.ROUTES, self.layer), state_T1, recorded_TK, own[1])
+            _count(micro_batch.counts(Site.ROUTES, self.layer)[0], state_T1, recorded_TK, own[1])
         return scores_TE.gather(1, ids_TK), ids_TK
 
 

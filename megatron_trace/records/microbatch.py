@@ -28,7 +28,7 @@ from megatron_trace.records.input_check import ForwardCheck
 from megatron_trace.records.record_check import check_kv_scales, check_rows
 from megatron_trace.records.report import Report, SiteCount
 from megatron_trace.records.token_placement import Placement
-from megatron_trace.rounding.rows import Counter, Following, RowState, SiteRows
+from megatron_trace.rounding.rows import COUNTER_LANES, Counter, Following, RowState, SiteRows
 
 if TYPE_CHECKING:
     from bridge.client.records import TrajectoryRecords
@@ -63,7 +63,7 @@ class GuidedMicroBatch:
         self._layers = set(layout.layers if guidance.layers is None else guidance.layers)
         chosen = layout.sites if guidance.sites is None else guidance.sites
         self._sites = {site for site in chosen if layout.site_layers(site)}
-        shape = (len(_SITES), layout.shape.num_layers, len(Counter))
+        shape = (len(_SITES), layout.shape.num_layers, COUNTER_LANES, len(Counter))
         self._counts = torch.zeros(shape, dtype=torch.int64, device=rows.device)
 
     @classmethod
@@ -202,7 +202,7 @@ class GuidedMicroBatch:
         return torch.full((), scale, dtype=torch.float32, device=self.rows.device)
 
     def counts(self, site: Site, layer: int) -> Tensor:
-        """Return the counters of a site, int64 [len(Counter)], to add to on the device."""
+        """Return the counters of a site, int64 [COUNTER_LANES, len(Counter)], to add to."""
         return self._counts[_SITES.index(site), layer]
 
     def report(self, group: torch.distributed.ProcessGroup | None = None) -> Report:
@@ -217,7 +217,7 @@ class GuidedMicroBatch:
         Raises:
             NonFiniteActivation: if a rounded tensor held NaN or infinity.
         """
-        counts = self._counts.clone()
+        counts = self._counts.sum(dim=2)
         if group is not None:
             torch.distributed.all_reduce(counts, group=group)
         table = counts.tolist()

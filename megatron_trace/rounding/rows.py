@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +29,13 @@ from bridge.fp4.nvfp4 import (
 )
 from bridge.fp4.scale_bits import ReadScales, read_low_scales
 from bridge.layout import SiteRecord
+
+if TYPE_CHECKING:
+    from megatron_trace.kernels.round_rows import RecordRows
+
+# Rows that are rounded side by side on a GPU add to so many counters.
+COUNTER_LANES = 64
+KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class RecordsOfOtherRank(TraceError):
@@ -82,7 +90,7 @@ class SiteRows:
     record        planes, block scales and token scales of the values that were fetched
     global_scale  float32 [R, 1] or [], the rollout's second scale
     state         uint8 [R], `RowState`
-    counts        int64 [len(Counter)] that is added to, None to count nothing
+    counts        int64 [COUNTER_LANES, len(Counter)], whose sum over lanes counts; or None
     held          which values of the full row width the record has
     """
 
@@ -107,8 +115,31 @@ class SiteRows:
             recorded = Fp4Tensor(codes_u8, scales_u8, self.global_scale, NVFP4_BLOCK)
             used = self._merge(values_RN, own, recorded)
         if self.counts is not None:
-            self._count(self.counts, own, used, codes_u8)
+            self._count(self.counts[0], own, used, codes_u8)
         return used
+
+    def for_kernel(self, first: int, last: int) -> RecordRows:
+        """Return the rows as `megatron_trace.kernels.round_rows` takes them.
+
+        Raises:
+            RecordsOfOtherRank: if the record does not have these columns.
+        """
+        from megatron_trace.kernels.round_rows import RecordRows
+
+        return RecordRows(
+            planes_u8=self.record.planes_u8,
+            scales_u8=self.record.scales_u8,
+            global_scale=self.global_scale,
+            state=self.state,
+            first=self._columns(first, last).start,
+            record_bits=self.record.bits,
+            record_scale_bits=self.record.scale_bits,
+            bits=self.following.bits,
+            scale_bits=self.following.scale_bits,
+            nearest=self.following.reading is Reading.NEAREST,
+            compare=self.following.compare,
+            counts=self.counts,
+        )
 
     def _columns(self, first: int, last: int) -> slice:
         """Return where values [first, last) of the full row lie in the record."""
@@ -128,7 +159,7 @@ class SiteRows:
         low_u8 = self.record.low_scales()[:, blocks]
         read = read_low_scales(low_u8, block_scales(values_RN, self.global_scale))
         if self.counts is not None:
-            self._count_scales(self.counts, own, read, blocks)
+            self._count_scales(self.counts[0], own, read, blocks)
         return read.codes_u8
 
     def _merge(self, values_RN: Tensor, own: Fp4Tensor, recorded: Fp4Tensor) -> Fp4Tensor:
@@ -231,31 +262,51 @@ class ExpertRows:
 
 
 def round_rows(
-    values_RN: Tensor, own_global_scale: Tensor, rows: SiteRows | None, first: int = 0
+    values_RN: Tensor, own_global_scale: Tensor | None, rows: SiteRows | None, first: int = 0
 ) -> Tensor:
     """Return the values as FP4 sees them, same dtype, gradient straight through.
 
+    On a GPU one kernel does it; elsewhere torch does, with the same bits.
+
     Args:
         values_RN: [R, N], N a multiple of 16.
-        own_global_scale: float32 [] or [R, 1], used where the rollout recorded nothing.
+        own_global_scale: float32 [] or [R, 1], used where the rollout recorded nothing; None is
+            the token scale of each row.
         rows: the rollout's records; None rounds everything to nearest.
         first: the column of the full row that `values_RN` begins with (tensor parallelism).
     """
     with torch.no_grad():
         values = values_RN.detach()
-        fp4 = quantize_nvfp4(values, own_global_scale)
-        if rows is not None:
-            fp4 = rows.rounded(values, fp4, first)
-        rounded = fp4.dequantize(values.dtype)
+        if values.is_cuda and values.dtype in KERNEL_DTYPES:
+            rounded = _rounded_by_kernel(values, own_global_scale, rows, first)
+        else:
+            rounded = _rounded_by_torch(values, own_global_scale, rows, first)
     return straight_through(values_RN, rounded)
 
 
-def own_token_scale(values_RN: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return the trainer's token scales [R, 1]; `group` are the ranks that share the rows."""
+def _rounded_by_torch(
+    values_RN: Tensor, own_scale: Tensor | None, rows: SiteRows | None, first: int
+) -> Tensor:
+    fp4 = quantize_nvfp4(values_RN, token_scale(values_RN) if own_scale is None else own_scale)
+    if rows is not None:
+        fp4 = rows.rounded(values_RN, fp4, first)
+    return fp4.dequantize(values_RN.dtype)
+
+
+def _rounded_by_kernel(
+    values_RN: Tensor, own_scale: Tensor | None, rows: SiteRows | None, first: int
+) -> Tensor:
+    from megatron_trace.kernels.round_rows import round_rows as kernel
+
+    followed = None if rows is None else rows.for_kernel(first, first + values_RN.shape[-1])
+    return kernel(values_RN, own_scale, followed)
+
+
+def own_token_scale(values_RN: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the trainer's token scales [R, 1]; the ranks of `group` share the rows."""
     with torch.no_grad():
         amax_R1 = values_RN.detach().abs().amax(dim=-1, keepdim=True).to(torch.float32)
-        if group is not None:
-            all_reduce(amax_R1, ReduceOp.MAX, group)
+        all_reduce(amax_R1, ReduceOp.MAX, group)
         return token_scale(amax_R1)
 
 

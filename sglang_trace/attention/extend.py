@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_trace.kernels.arithmetic import bits_of, float_of, round_bf16, upcast
+from bridge.fp4.triton_arithmetic import bits_of, float_of, round_bf16, upcast
 from sglang_trace.kernels.kv.values import CODE_FACTOR, stored_values
 
 HEAD_DIMS = (64, 128, 256)

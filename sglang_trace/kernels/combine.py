@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_trace.kernels.arithmetic import round_bf16, upcast
+from bridge.fp4.triton_arithmetic import round_bf16, upcast
 
 _COLUMNS = 1024
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bridge.fp4.nvfp4 import NVFP4_BLOCK
-from sglang_trace.kernels.arithmetic import quantize_token, upcast
+from bridge.fp4.triton_arithmetic import quantize_token, upcast
 from sglang_trace.kernels.nvfp4 import check_input
 from sglang_trace.kernels.record import OPERAND_GROUP, write_operand, write_site
 from sglang_trace.kernels.staging_columns import LayerPlace

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bridge.fp4.nvfp4 import NVFP4_BLOCK
-from sglang_trace.kernels.arithmetic import float_of, quantize_token, round_bf16, upcast
+from bridge.fp4.triton_arithmetic import float_of, quantize_token, round_bf16, upcast
 from sglang_trace.kernels.nvfp4 import check_input
 from sglang_trace.kernels.record import OPERAND_GROUP, write_operand, write_site
 from sglang_trace.kernels.staging_columns import LayerPlace

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_trace.kernels.arithmetic import decode_e2m1, decode_e4m3, round_bf16, upcast
+from bridge.fp4.triton_arithmetic import decode_e2m1, decode_e4m3, round_bf16, upcast
 from sglang_trace.kernels.record import OPERAND_GROUP
 
 INTERPRETED = triton.knobs.runtime.interpret

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bridge.fp4.nvfp4 import MXFP4_BLOCK
-from sglang_trace.kernels.arithmetic import (
+from bridge.fp4.triton_arithmetic import (
     decode_e8m0,
     encode_blocks,
     encode_e8m0,

@@ -9,7 +9,7 @@ N values of a row.
 import triton
 import triton.language as tl
 
-from sglang_trace.kernels.arithmetic import bits_of, dequantize_blocks, round_bf16
+from bridge.fp4.triton_arithmetic import bits_of, dequantize_blocks, round_bf16
 
 # Values that `write_operand` orders together: rows are a whole number of such groups.
 OPERAND_GROUP = 32

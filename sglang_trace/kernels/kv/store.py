@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bridge.fp4.nvfp4 import NVFP4_BLOCK
-from sglang_trace.kernels.arithmetic import quantize_nvfp4_blocks, upcast
+from bridge.fp4.triton_arithmetic import quantize_nvfp4_blocks, upcast
 from sglang_trace.kernels.nvfp4 import check_input
 
 

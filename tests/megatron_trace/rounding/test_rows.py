@@ -26,7 +26,7 @@ def site_rows(recorded: Fp4Tensor, states: list[RowState], bits: int = 4) -> Sit
         global_scale=recorded.global_scale,
         state=torch.tensor(states, dtype=torch.uint8),
         following=Following(bits, 8, Reading.PARITY, compare=bits == 4),
-        counts=torch.zeros(len(Counter), dtype=torch.int64),
+        counts=torch.zeros((1, len(Counter)), dtype=torch.int64),
         held=range(recorded.codes_u8.shape[-1]),
     )
 
@@ -56,7 +56,7 @@ def test_a_block_of_the_trainer_that_is_not_finite_stays_so(bad: float) -> None:
     blocks = used.codes_u8.unflatten(-1, (3, 16))
     assert torch.equal(blocks[others], rollout.codes_u8.unflatten(-1, (3, 16))[others])
     assert rows.counts is not None
-    assert int(rows.counts[Counter.NON_FINITE]) == 16
+    assert int(rows.counts[0, Counter.NON_FINITE]) == 16
 
 
 def test_only_recorded_rows_follow_the_record() -> None:
@@ -71,7 +71,7 @@ def test_only_recorded_rows_follow_the_record() -> None:
         assert torch.equal(used.scales_u8[row], own.scales_u8[row])
         assert torch.equal(used.global_scale[row], own.global_scale[row])
     assert rows.counts is not None
-    assert int(rows.counts[Counter.GUIDED]) == int(rows.counts[Counter.MISSING]) == 48
+    assert int(rows.counts[0, Counter.GUIDED]) == int(rows.counts[0, Counter.MISSING]) == 48
 
 
 def test_the_rollouts_own_values_give_its_own_code_words() -> None:

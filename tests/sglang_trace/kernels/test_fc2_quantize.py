@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bridge.fp4.triton_arithmetic import upcast
 from bridge.layout import Site
-from sglang_trace.kernels.arithmetic import upcast
 from sglang_trace.kernels.fc2_quantize import quantize_slots, silu_bf16
 from sglang_trace.quantization.reference import quantize_activation
 from tests.sglang_trace.kernels.inputs import (
