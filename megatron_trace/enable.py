@@ -30,6 +30,7 @@ from megatron_trace.preflight.unsupported import (
     refuse_config,
     refuse_experts,
 )
+from megatron_trace.rounding.expert_group import ExpertGroup
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ def free_rounded_weights(model: Model) -> int:
     For a trainer that leaves the device to the rollout. The next forward rounds them again, and a
     forward whose backward has not run keeps what it needs.
     """
-    return sum(linear.trace_weight.kept.free() for linear in _rounded_linears(model))
+    return sum(linear.trace_weight.free() for linear in _rounded_linears(model))
 
 
 def _rounded_bytes(model: Model) -> int:
@@ -167,15 +168,30 @@ def _expert_marks(
     if not config.experts:
         return
     refuse_experts(moe)
-    yield moe, "trace_experts", ExpertLayer(layer, shape, tokens, _record_dispatcher(moe))
+    experts = list(moe.experts.local_experts)
     shard_group = _shared(moe.experts.tp_group)
     projections = 2 if moe.config.gated_linear_unit else 1
-    for index, expert in enumerate(moe.experts.local_experts):
-        fc1 = ExpertWeight(projections, config.weight_dtype, shard_group)
-        fc2 = ExpertWeight(1, config.weight_dtype, shard_group)
+    fc1 = [expert.linear_fc1 for expert in experts]
+    fc2 = [expert.linear_fc2 for expert in experts]
+    fc1_group = _expert_group(fc1, projections, config, shard_group)
+    fc2_group = _expert_group(fc2, 1, config, shard_group)
+    groups = (fc1_group, fc2_group)
+    records = _record_dispatcher(moe)
+    yield moe, "trace_experts", ExpertLayer(layer, shape, tokens, records, groups)
+    for index, expert in enumerate(experts):
         yield expert, "trace_expert", Expert(index, shard_group)
-        yield expert.linear_fc1, "trace_weight", fc1
-        yield expert.linear_fc2, "trace_weight", fc2
+        for linears, group in ((fc1, fc1_group), (fc2, fc2_group)):
+            yield linears[index], "trace_weight", ExpertWeight(group, index)
+
+
+def _expert_group(
+    linears: Sequence[Any],
+    projections: int,
+    config: TraceTrainerConfig,
+    shard_group: ProcessGroup | None,
+) -> ExpertGroup:
+    weights = [linear.weight for linear in linears]
+    return ExpertGroup(weights, projections, config.weight_dtype, shard_group)
 
 
 def _record_dispatcher(moe: MoELayer) -> RecordDispatcher:

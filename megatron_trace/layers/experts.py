@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from bridge.layout import ModelShape, Site
 from megatron_trace.context import current_scope, set_expert_rows
 from megatron_trace.parallel import TensorParallel
+from megatron_trace.rounding.expert_group import ExpertGroup
 from megatron_trace.rounding.rows import (
     ExpertRows,
     RowState,
@@ -31,12 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """The experts of MoE layer `layer`, as marked by `enable_fp4`."""
+    """The experts of MoE layer `layer`, as marked by `enable_fp4`; `weights`: fc1's and fc2's."""
 
     layer: int
     shape: ModelShape
     tokens: TensorParallel
     records: RecordDispatcher
+    weights: tuple[ExpertGroup, ExpertGroup]
 
     def round_input(self, hidden_SBH: Tensor) -> Tensor:
         """Round the experts' input, one row a token."""
@@ -46,6 +48,8 @@ class ExpertLayer:
 
     def enter(self, tokens_per_expert: Tensor, probs_P: Tensor) -> Tensor:
         """Dispatch the fc2 records after the tokens; return probabilities 1 for the experts."""
+        for group in self.weights:
+            group.begin_forward()
         num_tokens = self.records.num_tokens
         rows_TK = self._rows(Site.FC2, num_tokens)
         if rows_TK is None:

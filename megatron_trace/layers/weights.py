@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from bridge.fp4.guided_rounding import straight_through
 from bridge.fp4.nvfp4 import Fp4Tensor, quantize_nvfp4, quantize_weight, tensor_scale
+from megatron_trace.rounding.expert_group import ExpertGroup
 from megatron_trace.rounding.kept_weights import KeptRounding
 
 
@@ -21,28 +22,31 @@ from megatron_trace.rounding.kept_weights import KeptRounding
 class ExpertWeight:
     """The weight of an expert's linear layer.
 
-    projections    matrices stacked along the rows: 2 for gate and up, 1 for down; every one has a
-                   tensor scale of its own, as in the rollout
-    dtype          the dtype in which the rollout holds the weights before it quantizes them
-    shard_group    the ranks that share the matrix; None if this rank holds all of it
+    group    the same layer of all local experts, which a GPU rounds together
+    index    which of the group's weights this one is
     """
 
-    projections: int
-    dtype: torch.dtype
-    shard_group: ProcessGroup | None
+    group: ExpertGroup
+    index: int
 
     @cached_property
     def kept(self) -> KeptRounding:
         """The rounded weight of the last forward."""
-        return KeptRounding(self.shard_group)
+        return KeptRounding(self.group.shard_group)
 
     def round_weight(self, weight: Tensor) -> Tensor:
         """Return the weight that the rollout computes with, gradient straight through."""
+        if self.group.takes(weight, self.index):
+            return straight_through(weight, self.group.rounded()[self.index])
         return straight_through(weight, self.kept.of(weight, self._rounded))
 
+    def free(self) -> int:
+        """Let go of the rounded weight, and of all of its group; return their bytes."""
+        return self.group.free() + self.kept.free()
+
     def _rounded(self, weight: Tensor) -> Tensor:
-        matrices = weight.to(self.dtype).chunk(self.projections)
-        quantized = [quantize_shard(matrix, self.shard_group) for matrix in matrices]
+        matrices = weight.to(self.group.rollout_dtype).chunk(self.group.projections)
+        quantized = [quantize_shard(matrix, self.group.shard_group) for matrix in matrices]
         return torch.cat([fp4.dequantize(weight.dtype) for fp4 in quantized])
 
 

@@ -7,14 +7,15 @@ import torch.distributed as dist
 
 from bridge.fp4.nvfp4 import quantize_weight
 from megatron_trace.layers.weights import ExpertWeight
+from megatron_trace.rounding.expert_group import ExpertGroup
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     whole = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
-    site = ExpertWeight(1, torch.float32, dist.group.WORLD)
     part = whole.chunk(2)[rank].clone()
+    site = ExpertWeight(ExpertGroup([part], 1, torch.float32, dist.group.WORLD), 0)
 
     def check() -> None:
         expected = quantize_weight(whole).dequantize(torch.float32).chunk(2)[rank]

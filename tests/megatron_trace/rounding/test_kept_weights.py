@@ -252,9 +252,10 @@ def test_weights_rounded_in_inference_mode_serve_a_training_forward(
 
 def test_a_copy_of_a_rounded_weight_rounds_its_own(build_fp4: Callable[..., Any]) -> None:
     from megatron_trace.layers.weights import ExpertWeight
+    from megatron_trace.rounding.expert_group import ExpertGroup
 
     weight = an_expert(build_fp4()).detach()
-    rounding = ExpertWeight(2, torch.float32, None)
+    rounding = ExpertWeight(ExpertGroup([weight], 2, torch.float32, None), 0)
     rounding.round_weight(weight)
     twin = copy.deepcopy(rounding)
     assert torch.equal(twin.round_weight(2 * weight), 2 * rounding.round_weight(weight))
