@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from bridge.errors import TraceError
 
@@ -45,12 +46,14 @@ class Scope:
     micro_batch   the records to follow; None rounds to nearest
     counting      False while a checkpoint recomputes, so that every site is counted once
     expert_rows   records of the rows dispatched to this rank, between dispatch and combine
+    unrounded     the routed experts' input before rounding, until the shared experts take it
     backward      torch's number of the backward in which the scope was entered; -1: outside of any
     """
 
     micro_batch: GuidedMicroBatch | None = None
     counting: bool = True
     expert_rows: ExpertRows | None = None
+    unrounded: Tensor | None = None
     backward: int = -1
 
 
@@ -84,6 +87,19 @@ def current_scope() -> Scope:
 def set_expert_rows(rows: ExpertRows | None) -> None:
     """Make `rows` the records that the experts called next will follow."""
     _scope.set(replace(_scope.get(), expert_rows=rows))
+
+
+def set_unrounded_input(hidden_SBH: Tensor) -> None:
+    """Keep the input of a layer's experts for its shared experts."""
+    _scope.set(replace(_scope.get(), unrounded=hidden_SBH))
+
+
+def take_unrounded_input() -> Tensor:
+    """Return what `set_unrounded_input` was last given, and keep it no longer."""
+    scope = _scope.get()
+    assert scope.unrounded is not None, "shared experts run before the routed experts' input"
+    _scope.set(replace(scope, unrounded=None))
+    return scope.unrounded
 
 
 @contextmanager

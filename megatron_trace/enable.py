@@ -8,20 +8,29 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+)
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from bridge.layout import ModelShape, Site
 from megatron_trace.config import TraceTrainerConfig
 from megatron_trace.entry import LayerEntry, unwatch, watch, watch_inputs, watched
-from megatron_trace.layers.dispatch import AllGatherRecords, AllToAllRecords, RecordDispatcher
-from megatron_trace.layers.experts import Expert, ExpertLayer
+from megatron_trace.layers.dispatch import (
+    AllGatherRecords,
+    AllToAllRecords,
+    HiddenPermutation,
+    RecordDispatcher,
+)
+from megatron_trace.layers.expert_linears import ExpertLinears
+from megatron_trace.layers.experts import ExpertLayer, SharedExpertInput
 from megatron_trace.layers.key_values import KeyValues
 from megatron_trace.layers.router_replay import RecordedRoutes
-from megatron_trace.layers.weights import ExpertWeight
+from megatron_trace.layers.weights import ExpertWeight, GroupedWeights
 from megatron_trace.parallel import TensorParallel
 from megatron_trace.preflight.hook_check import require_live_hooks
 from megatron_trace.preflight.unsupported import (
@@ -30,11 +39,15 @@ from megatron_trace.preflight.unsupported import (
     refuse_config,
     refuse_experts,
 )
-from megatron_trace.rounding.expert_group import ExpertGroup
+from megatron_trace.rounding.work_buffer import free_work_buffers
 
 log = logging.getLogger(__name__)
 
-_MARKS = ("trace_experts", "trace_expert", "trace_weight", "trace_key_value")
+_WEIGHT_MARKS = ("trace_weight", "trace_weights")
+_MARKS = (
+    *("trace_experts", "trace_fc2_input", "trace_shared_experts", "trace_key_value"),
+    *_WEIGHT_MARKS,
+)
 _EXPERT_SITES = frozenset((Site.FC1, Site.FC2))
 _ROUTE_SITES = frozenset((Site.ROUTES,))
 _KV_SITES = frozenset((Site.K, Site.V))
@@ -79,7 +92,7 @@ def enable_fp4(model: Model, config: TraceTrainerConfig | None = None) -> None:
     log.info(
         "The rounded expert weights take %.3f GiB on this rank from the first forward after an "
         "optimizer step to the next step; free_rounded_weights(model) frees them in between.",
-        _rounded_bytes(model) / 2**30,
+        _kept_bytes(model) / 2**30,
     )
 
 
@@ -102,15 +115,18 @@ def free_rounded_weights(model: Model) -> int:
     For a trainer that leaves the device to the rollout. The next forward rounds them again, and a
     forward whose backward has not run keeps what it needs.
     """
-    return sum(linear.trace_weight.free() for linear in _rounded_linears(model))
+    freed: int = sum(site.free() for site in _weight_sites(model))
+    return freed + free_work_buffers()
 
 
-def _rounded_bytes(model: Model) -> int:
-    return sum(linear.weight.nbytes for linear in _rounded_linears(model))
+def _kept_bytes(model: Model) -> int:
+    groups = (module.__dict__.get("trace_experts") for module in _modules(model))
+    return sum(group.kept_bytes for site in groups if site for group in site.weights)
 
 
-def _rounded_linears(model: Model) -> Iterator[Any]:
-    return (module for module in _modules(model) if "trace_weight" in module.__dict__)
+def _weight_sites(model: Model) -> Iterator[ExpertWeight | GroupedWeights]:
+    for module in _modules(model):
+        yield from (module.__dict__[mark] for mark in _WEIGHT_MARKS if mark in module.__dict__)
 
 
 def shape_of(config: TransformerConfig) -> ModelShape:
@@ -145,7 +161,16 @@ def _modules(model: Model) -> Iterator[nn.Module]:
 
 
 def _layers(model: Model) -> Iterator[TransformerLayer]:
-    return (module for module in _modules(model) if isinstance(module, TransformerLayer))
+    """Yield the layers that are recorded; those for multi-token prediction stay in BF16."""
+    unrecorded = {
+        id(layer)
+        for block in _modules(model)
+        if isinstance(block, MultiTokenPredictionBlock)
+        for layer in block.modules()
+    }
+    for module in _modules(model):
+        if isinstance(module, TransformerLayer) and id(module) not in unrecorded:
+            yield module
 
 
 def _marks(layer: TransformerLayer, config: TraceTrainerConfig) -> Iterator[_Mark]:
@@ -168,41 +193,23 @@ def _expert_marks(
     if not config.experts:
         return
     refuse_experts(moe)
-    experts = list(moe.experts.local_experts)
-    shard_group = _shared(moe.experts.tp_group)
-    projections = 2 if moe.config.gated_linear_unit else 1
-    fc1 = [expert.linear_fc1 for expert in experts]
-    fc2 = [expert.linear_fc2 for expert in experts]
-    fc1_group = _expert_group(fc1, projections, config, shard_group)
-    fc2_group = _expert_group(fc2, 1, config, shard_group)
-    groups = (fc1_group, fc2_group)
+    linears = ExpertLinears(moe.experts, moe.config.gated_linear_unit, config.weight_dtype)
+    overlapped = moe.shared_experts if moe.shared_expert_overlap else None
     records = _record_dispatcher(moe)
-    yield moe, "trace_experts", ExpertLayer(layer, shape, tokens, records, groups)
-    for index, expert in enumerate(experts):
-        yield expert, "trace_expert", Expert(index, shard_group)
-        for linears, group in ((fc1, fc1_group), (fc2, fc2_group)):
-            yield linears[index], "trace_weight", ExpertWeight(group, index)
-
-
-def _expert_group(
-    linears: Sequence[Any],
-    projections: int,
-    config: TraceTrainerConfig,
-    shard_group: ProcessGroup | None,
-) -> ExpertGroup:
-    weights = [linear.weight for linear in linears]
-    return ExpertGroup(weights, projections, config.weight_dtype, shard_group)
+    site = ExpertLayer(layer, shape, tokens, records, linears.groups, overlapped is not None)
+    yield moe, "trace_experts", site
+    if overlapped is not None:
+        yield overlapped, "trace_shared_experts", SharedExpertInput()
+    yield from linears.marks()
 
 
 def _record_dispatcher(moe: MoELayer) -> RecordDispatcher:
     dispatcher = moe.token_dispatcher
     if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
         return AllToAllRecords(dispatcher)
-    return AllGatherRecords(dispatcher)
-
-
-def _shared(group: ProcessGroup) -> ProcessGroup | None:
-    return group if group.size() > 1 else None
+    if isinstance(dispatcher, MoEAllGatherTokenDispatcher):
+        return AllGatherRecords(dispatcher)
+    return HiddenPermutation(type(dispatcher).__name__)
 
 
 def _entry(layer: TransformerLayer, config: TraceTrainerConfig) -> LayerEntry:

@@ -43,8 +43,8 @@ def leave_experts(moe_layer: nn.Module, output_PH: Tensor, probs_P: Tensor) -> T
 
 @never_compiled
 def expert_activation(mlp: nn.Module, activation_PI: Tensor) -> Tensor:
-    """Round the input of one expert's fc2 [P, I] (site fc2)."""
-    site = mlp.__dict__.get("trace_expert")
+    """Round the input of fc2 [P, I] (site fc2) of one expert, or of all in a grouped layer."""
+    site = mlp.__dict__.get("trace_fc2_input")
     return activation_PI if site is None else site.round_activation(activation_PI)
 
 
@@ -53,6 +53,20 @@ def expert_weight(linear: nn.Module, weight: Tensor) -> Tensor:
     """Round an expert's weight as the rollout does, gradient straight through to the parameter."""
     site = linear.__dict__.get("trace_weight")
     return weight if site is None else site.round_weight(weight)
+
+
+@never_compiled
+def expert_weights(linear: nn.Module, weights: list[Tensor]) -> list[Tensor]:
+    """Round the weights of a grouped linear layer, one per local expert, as `expert_weight`."""
+    site = linear.__dict__.get("trace_weights")
+    return weights if site is None else site.round_weights(weights)
+
+
+@never_compiled
+def shared_expert_input(shared_experts: nn.Module, hidden_states: Tensor) -> Tensor:
+    """Return the unrounded hidden states [S, B, H], for shared experts inside the dispatcher."""
+    site = shared_experts.__dict__.get("trace_shared_experts")
+    return hidden_states if site is None else site.unrounded(hidden_states)
 
 
 @never_compiled

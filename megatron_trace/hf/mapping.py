@@ -56,6 +56,8 @@ _IN_LAYER = {
         split_dim=0,
     ),
     "self_attention.linear_proj.weight": Source(("self_attn.o_proj.weight",), split_dim=1),
+    # Transformer Engine's layers have the norm before them inside.
+    "self_attention.linear_qkv.layer_norm_weight": Source(("input_layernorm.weight",)),
     "mlp.router.weight": Source(("mlp.gate.weight",)),
 }
 
@@ -65,7 +67,9 @@ _IN_EXPERT = {
 }
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# Sequential experts are modules, grouped ones are numbered weights of one module.
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)")
 
 
 def source_of(parameter: str, first_layer: int, first_expert: int) -> Source:
@@ -83,11 +87,20 @@ def source_of(parameter: str, first_layer: int, first_expert: int) -> Source:
     if in_layer is None:
         return _OUTSIDE_LAYERS[parameter]
     prefix = f"model.layers.{first_layer + int(in_layer[1])}."
-    in_expert = _EXPERT.fullmatch(in_layer[2])
+    in_expert = _in_expert(in_layer[2])
     if in_expert is None:
         return _prefixed(prefix, _IN_LAYER[in_layer[2]], None)
-    expert = first_expert + int(in_expert[1])
-    return _prefixed(f"{prefix}mlp.experts.{expert}.", _IN_EXPERT[in_expert[2]], expert)
+    expert = first_expert + in_expert[0]
+    return _prefixed(f"{prefix}mlp.experts.{expert}.", _IN_EXPERT[in_expert[1]], expert)
+
+
+def _in_expert(name: str) -> tuple[int, str] | None:
+    """Return the local expert that a parameter of a layer belongs to, and its name in there."""
+    if found := _EXPERT.fullmatch(name):
+        return int(found[1]), found[2]
+    if found := _GROUPED_EXPERT.fullmatch(name):
+        return int(found[2]), found[1]
+    return None
 
 
 def join(source: Source, tensors: Sequence[Tensor], config: TransformerConfig) -> Tensor:

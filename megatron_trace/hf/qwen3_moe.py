@@ -1,8 +1,8 @@
 """A Megatron GPT model of the Qwen3-MoE architecture, from a Hugging Face config.
 
 It is built from Megatron's local layer spec, so it needs neither Transformer Engine nor Apex, with
-sequential experts (the ones whose weights and activations can be rounded) and two replaced parts:
-an RMSNorm that allows sequence parallelism, and a core attention that takes packed sequences.
+sequential experts and two replaced parts: an RMSNorm that allows sequence parallelism, and a core
+attention that takes packed sequences. Another spec, such as Transformer Engine's, can be given.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ def build_model(
     *,
     max_sequence_length: int | None = None,
     vp_stage: int | None = None,
+    spec: TransformerBlockSubmodules | None = None,
 ) -> GPTModel:
     """Build this rank's part of the model; load weights into it with `load_hf`.
 
@@ -114,10 +115,12 @@ def build_model(
         config: from `transformer_config`.
         max_sequence_length: None takes the checkpoint's.
         vp_stage: the virtual pipeline stage, if there are several.
+        spec: another layer spec, such as Transformer Engine's from Megatron-core's
+            `get_gpt_decoder_block_spec`; None is the local one of this module.
     """
     return GPTModel(
         config=config,
-        transformer_layer_spec=_block_spec(config, vp_stage),
+        transformer_layer_spec=spec or _block_spec(config, vp_stage),
         vocab_size=hf["vocab_size"],
         max_sequence_length=max_sequence_length or hf["max_position_embeddings"],
         pre_process=parallel_state.is_pipeline_first_stage(vp_stage=vp_stage, ignore_virtual=False),

@@ -1,8 +1,9 @@
-"""Round the weight matrices of all experts of a layer, those that changed since the last time.
+"""The weight matrices of all experts of a layer in FP4, each in a few launches for all of them.
 
-Two launches for any number of experts: one reads all matrices and makes a fingerprint and the
-largest magnitudes of each, one rounds the matrices whose fingerprint is new. Nothing waits for the
-device. `megatron_trace.layers.weights.ExpertWeight` is the reference.
+`read_matrices` makes a fingerprint and the largest magnitudes of each matrix, `quantize_changed`
+writes the code words of those whose fingerprint is new, and `expand` turns code words into the
+values that a GEMM reads. Nothing waits for the device. `megatron_trace.layers.weights.ExpertWeight`
+is the reference.
 
 Shape legend: E matrices, O rows and I columns of each, P projections stacked along the rows.
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from bridge.fp4.triton_arithmetic import (
     decode_e2m1,
+    decode_e4m3,
     float_of,
     magnitude_bits,
     power_scale,
@@ -25,6 +27,7 @@ from bridge.fp4.triton_arithmetic import (
 )
 
 _TILE_VALUES = 8192
+_EXPAND_BLOCKS = 256
 # Odd constants of SplitMix64, as signed numbers.
 _MIX_1: tl.constexpr = tl.constexpr(-7046029254386353131)
 _MIX_2: tl.constexpr = tl.constexpr(-4658895280553007687)
@@ -63,34 +66,37 @@ def read_matrices(
     return print_E, amax_EP
 
 
-def round_changed(
+def quantize_changed(
     pointers_E: Tensor,
-    rounded_EOI: Tensor,
+    source_dtype: torch.dtype,
+    fp4: tuple[Tensor, Tensor],
     now: tuple[Tensor, Tensor],
     kept: tuple[Tensor, Tensor],
     rollout_dtype: torch.dtype,
 ) -> None:
-    """Write the matrices whose ``now`` differs from ``kept``, rounded, to ``rounded_EOI``.
+    """Write the code words and block scales of the matrices whose ``now`` differs from ``kept``.
 
     Args:
         pointers_E: as in `read_matrices`.
-        rounded_EOI: contiguous, of the matrices' dtype; other experts' part is left as it is.
+        source_dtype: BF16 or FP32, of every matrix.
+        fp4: packed code words uint8 [E, O, I / 2], two values a byte, the first in the low bits,
+            and E4M3 block scales uint8 [E, O, I / 16]; what did not change is left as it is.
         now: fingerprints int64 [E] and magnitude bits int32 [E, P] of the matrices.
-        kept: the same of what ``rounded_EOI`` holds; becomes ``now``.
+        kept: the same of what ``fp4`` holds; becomes ``now``.
         rollout_dtype: the dtype in which the rollout holds the weights before it quantizes them.
     """
-    experts, rows, width = rounded_EOI.shape
+    experts, rows, blocks = fp4[1].shape
     projections = now[1].shape[1]
     rows //= projections
-    tile_rows, padded = _tile(rows, width)
-    _round_changed[(experts, projections, triton.cdiv(rows, tile_rows))](
+    tile_rows, padded = _tile(rows, blocks * 16)
+    _quantize_changed[(experts, projections, triton.cdiv(rows, tile_rows))](
         pointers_E,
-        rounded_EOI,
+        *fp4,
         *now,
         *kept,
         rows,
-        width,
-        IS_BF16=rounded_EOI.dtype == torch.bfloat16,
+        blocks,
+        IS_BF16=source_dtype == torch.bfloat16,
         THROUGH_BF16=rollout_dtype == torch.bfloat16,
         TILE_ROWS=tile_rows,
         PADDED=padded // 16,
@@ -98,6 +104,26 @@ def round_changed(
     )
     for old, new in zip(kept, now, strict=True):
         old.copy_(new)
+
+
+def expand(
+    fp4: tuple[Tensor, Tensor], amax_EP: Tensor, rollout_dtype: torch.dtype, values_EOI: Tensor
+) -> None:
+    """Write the values of code words to ``values_EOI``, contiguous BF16 or FP32 [E, O, I].
+
+    ``fp4``, the magnitude bits ``amax_EP`` and ``rollout_dtype`` are those of `quantize_changed`.
+    """
+    experts, rows, blocks = fp4[1].shape
+    per_projection = rows // amax_EP.shape[1] * blocks
+    _expand[(triton.cdiv(per_projection, _EXPAND_BLOCKS), amax_EP.shape[1], experts)](
+        *fp4,
+        amax_EP,
+        values_EOI,
+        per_projection,
+        THROUGH_BF16=rollout_dtype == torch.bfloat16,
+        BLOCKS=_EXPAND_BLOCKS,
+        num_warps=4,
+    )
 
 
 def _tile(rows: int, width: int) -> tuple[int, int]:
@@ -144,15 +170,25 @@ def _read_matrices(
 
 
 @triton.jit
-def _round_changed(
+def _scale_of(amax_bits, THROUGH_BF16: tl.constexpr):
+    """Return the tensor scale of a matrix with this largest magnitude."""
+    amax = float_of(amax_bits)
+    if THROUGH_BF16:
+        amax = upcast(round_bf16(amax))
+    return power_scale(amax.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _quantize_changed(
     pointers,
-    rounded,
+    codes,
+    scales,
     prints,
     amax,
     kept_prints,
     kept_amax,
     rows,
-    width,
+    blocks,
     IS_BF16: tl.constexpr,
     THROUGH_BF16: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -163,23 +199,48 @@ def _round_changed(
     largest = tl.load(amax + at)
     is_new = tl.load(prints + expert) != tl.load(kept_prints + expert)
     if is_new | (largest != tl.load(kept_amax + at)):
-        amax_value = float_of(largest)
-        if THROUGH_BF16:
-            amax_value = upcast(round_bf16(amax_value))
-        scale = power_scale(amax_value.to(tl.int32, bitcast=True))
+        scale = _scale_of(largest, THROUGH_BF16)
         block_B = tl.arange(0, PADDED)
         value_BS = block_B[:, None] * 16 + tl.arange(0, 16)[None, :]
-        matrix = rounded + expert * tl.num_programs(1) * rows * width
+        byte_BH = block_B[:, None] * 8 + tl.arange(0, 8)[None, :]
         for number in range(TILE_ROWS):
             row = tl.program_id(2) * TILE_ROWS + number
-            live_BS = (value_BS < width) & (row < rows)
-            place_BS = ((projection * rows + row) * width).to(tl.int64) + value_BS
-            x_BS = _load(pointers, expert, place_BS, live_BS, IS_BF16)
+            live_B = (block_B < blocks) & (row < rows)
+            first = ((projection * rows + row) * blocks).to(tl.int64)
+            x_BS = _load(pointers, expert, first * 16 + value_BS, live_B[:, None], IS_BF16)
             if THROUGH_BF16:
                 x_BS = upcast(round_bf16(x_BS))
-            codes_BS, _, effective_B = quantize_nvfp4_blocks(x_BS, scale)
-            y_BS = decode_e2m1(codes_BS) * tl.expand_dims(effective_B, 1)
-            if IS_BF16:
-                tl.store(matrix + place_BS, round_bf16(y_BS), mask=live_BS)
-            else:
-                tl.store(matrix + place_BS, y_BS, mask=live_BS)
+            codes_BS, scales_B, _ = quantize_nvfp4_blocks(x_BS, scale)
+            low_BH, high_BH = tl.split(tl.reshape(codes_BS, (PADDED, 8, 2)))
+            packed_BH = (low_BH | (high_BH << 4)).to(tl.uint8)
+            first += expert * tl.num_programs(1) * rows * blocks
+            tl.store(codes + first * 8 + byte_BH, packed_BH, mask=live_B[:, None])
+            tl.store(scales + first + block_B, scales_B.to(tl.uint8), mask=live_B)
+
+
+@triton.jit
+def _expand(
+    codes,
+    scales,
+    amax,
+    values,
+    blocks,
+    THROUGH_BF16: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """One program expands some blocks of one projection of one expert."""
+    at = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    scale = _scale_of(tl.load(amax + at), THROUGH_BF16)
+    block_B = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    live_B = block_B < blocks
+    block_B = at * blocks + block_B
+    byte_BH = block_B[:, None] * 8 + tl.arange(0, 8)[None, :]
+    value_BS = block_B[:, None] * 16 + tl.arange(0, 16)[None, :]
+    packed_BH = tl.load(codes + byte_BH, mask=live_B[:, None], other=0).to(tl.int32)
+    codes_BS = tl.reshape(tl.join(packed_BH & 0xF, packed_BH >> 4), (BLOCKS, 16))
+    effective_B = decode_e4m3(tl.load(scales + block_B, mask=live_B, other=0).to(tl.int32)) * scale
+    y_BS = decode_e2m1(codes_BS) * tl.expand_dims(effective_B, 1)
+    if values.dtype.element_ty == tl.bfloat16:
+        tl.store(values + value_BS, round_bf16(y_BS), mask=live_B[:, None])
+    else:
+        tl.store(values + value_BS, y_BS, mask=live_B[:, None])

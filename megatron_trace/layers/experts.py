@@ -14,7 +14,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from bridge.layout import ModelShape, Site
-from megatron_trace.context import current_scope, set_expert_rows
+from megatron_trace.context import (
+    current_scope,
+    set_expert_rows,
+    set_unrounded_input,
+    take_unrounded_input,
+)
 from megatron_trace.parallel import TensorParallel
 from megatron_trace.rounding.expert_group import ExpertGroup
 from megatron_trace.rounding.rows import (
@@ -24,6 +29,7 @@ from megatron_trace.rounding.rows import (
     own_token_scale,
     round_rows,
 )
+from megatron_trace.rounding.work_buffer import refill_before_backward
 
 if TYPE_CHECKING:
     from megatron_trace.layers.dispatch import RecordDispatcher
@@ -32,16 +38,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """The experts of MoE layer `layer`, as marked by `enable_fp4`; `weights`: fc1's and fc2's."""
+    """The experts of MoE layer `layer`, as marked by `enable_fp4`.
+
+    weights          fc1's and fc2's
+    overlaps_shared  whether shared experts are computed while the tokens are dispatched
+    """
 
     layer: int
     shape: ModelShape
     tokens: TensorParallel
     records: RecordDispatcher
     weights: tuple[ExpertGroup, ExpertGroup]
+    overlaps_shared: bool = False
 
     def round_input(self, hidden_SBH: Tensor) -> Tensor:
         """Round the experts' input, one row a token."""
+        if self.overlaps_shared:
+            set_unrounded_input(hidden_SBH)
         hidden_TH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
         rows = self._rows(Site.FC1, len(hidden_TH))
         return round_rows(hidden_TH, None, rows).view_as(hidden_SBH)
@@ -50,19 +63,18 @@ class ExpertLayer:
         """Dispatch the fc2 records after the tokens; return probabilities 1 for the experts."""
         for group in self.weights:
             group.begin_forward()
-        num_tokens = self.records.num_tokens
-        rows_TK = self._rows(Site.FC2, num_tokens)
-        if rows_TK is None:
-            set_expert_rows(None)
-        else:
-            rows_P = self._dispatched(rows_TK, self._slots(num_tokens))
-            bounds = torch.nn.functional.pad(tokens_per_expert.cumsum(0), (1, 0))
-            set_expert_rows(ExpertRows(rows_P, tuple(bounds.tolist())))
+        micro_batch = current_scope().micro_batch
+        rows_P = None
+        if micro_batch is not None and micro_batch.uses(Site.FC2, self.layer):
+            rows_P = ExpertRows(self._fc2_rows(), tokens_per_expert)
+        set_expert_rows(rows_P)
         return torch.ones_like(probs_P)
 
     def leave(self, output_PH: Tensor, probs_P: Tensor) -> Tensor:
         """Weigh the outputs as the rollout does, after fc2."""
         set_expert_rows(None)
+        refills = tuple(refill for group in self.weights for refill in group.refills())
+        output_PH = refill_before_backward(output_PH, refills)
         return (output_PH * probs_P.unsqueeze(-1)).to(output_PH.dtype)
 
     def _rows(self, site: Site, num_tokens: int) -> SiteRows | None:
@@ -72,6 +84,13 @@ class ExpertLayer:
         scope.micro_batch.check_shape(self.shape)
         tokens = self.tokens.tokens_of(scope.micro_batch.num_tokens, num_tokens)
         return scope.micro_batch.site_rows(site, self.layer, tokens, scope.counting)
+
+    def _fc2_rows(self) -> SiteRows:
+        """Return the fc2 records of the rows that have been dispatched to this rank."""
+        num_tokens = self.records.num_tokens
+        rows_TK = self._rows(Site.FC2, num_tokens)
+        assert rows_TK is not None
+        return self._dispatched(rows_TK, self._slots(num_tokens))
 
     def _slots(self, num_tokens: int) -> Tensor:
         """Return the slot in which the rollout gave token t to expert e: int8 [T, E], -1: none."""
@@ -97,16 +116,32 @@ class ExpertLayer:
 
 
 @dataclass(frozen=True)
-class Expert:
-    """One local expert; `row_group` are the ranks that share rows of its fc2 input, if several."""
+class SharedExpertInput:
+    """The input of shared experts, which the rollout computes in BF16."""
 
-    local_index: int
+    def unrounded(self, rounded_SBH: Tensor) -> Tensor:
+        """Return what the rounding of the routed experts' input was given."""
+        return take_unrounded_input().view_as(rounded_SBH)
+
+
+@dataclass(frozen=True)
+class Fc2Input:
+    """The input of fc2 of one local expert, or of all of them in one grouped layer.
+
+    local_index  the expert; None if the rows of all local experts come at once
+    row_group    the ranks that share its rows, if several
+    """
+
+    local_index: int | None
     row_group: ProcessGroup | None
 
     def round_activation(self, activation_PI: Tensor) -> Tensor:
-        """Round the input of fc2, one row a token and expert slot."""
-        expert_rows = current_scope().expert_rows
-        rows = None if expert_rows is None else expert_rows.of_expert(self.local_index)
+        """Round the input of fc2, one row per token and expert slot."""
+        scope = current_scope()
+        rows = None if scope.expert_rows is None else scope.expert_rows.of_expert(self.local_index)
+        if rows is not None and not scope.counting:
+            # An activation that alone is recomputed meets the rows that its forward counted in.
+            rows = replace(rows, counts=None)
         first = 0 if self.row_group is None else self.row_group.rank() * activation_PI.shape[-1]
         shared = self.row_group
         scale_P1 = None if shared is None else own_token_scale(activation_PI, shared)

@@ -5,6 +5,7 @@ Shape legend: O, I out and in features of one projection (this rank's part).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +17,7 @@ from bridge.fp4.guided_rounding import straight_through
 from bridge.fp4.nvfp4 import Fp4Tensor, quantize_nvfp4, quantize_weight, tensor_scale
 from megatron_trace.rounding.expert_group import ExpertGroup
 from megatron_trace.rounding.kept_weights import KeptRounding
+from megatron_trace.rounding.main_grad import straight_through_all
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,11 @@ class ExpertWeight:
         """Return the weight that the rollout computes with, gradient straight through."""
         if self.group.takes(weight, self.index):
             return straight_through(weight, self.group.rounded()[self.index])
-        return straight_through(weight, self.kept.of(weight, self._rounded))
+        return straight_through(weight, self.rounded_alone(weight))
+
+    def rounded_alone(self, weight: Tensor) -> Tensor:
+        """Return the rounded weight where no kernel rounds the group's: no gradient."""
+        return self.kept.of(weight, self._rounded)
 
     def free(self) -> int:
         """Let go of the rounded weight, and of all of its group; return their bytes."""
@@ -48,6 +54,36 @@ class ExpertWeight:
         matrices = weight.to(self.group.rollout_dtype).chunk(self.group.projections)
         quantized = [quantize_shard(matrix, self.group.shard_group) for matrix in matrices]
         return torch.cat([fp4.dequantize(weight.dtype) for fp4 in quantized])
+
+
+@dataclass(frozen=True)
+class GroupedWeights:
+    """The weights of a grouped linear layer, which multiplies all local experts in one call.
+
+    group        the weights
+    fuses_grads  whether its backward adds the weights' gradients to `main_grad` itself
+    """
+
+    group: ExpertGroup
+    fuses_grads: bool
+
+    @cached_property
+    def each(self) -> tuple[ExpertWeight, ...]:
+        """The weights one by one, for a device without kernels."""
+        return tuple(ExpertWeight(self.group, index) for index in range(len(self.group.weights)))
+
+    def round_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Return the weights that the rollout computes with, gradient straight through."""
+        if all(self.group.takes(weight, index) for index, weight in enumerate(weights)):
+            rounded: Sequence[Tensor] = self.group.rounded().unbind()
+        else:
+            pairs = zip(self.each, weights, strict=True)
+            rounded = [site.rounded_alone(weight) for site, weight in pairs]
+        return straight_through_all(weights, rounded, fuses_grads=self.fuses_grads)
+
+    def free(self) -> int:
+        """Let go of the rounded weights; return their bytes."""
+        return self.group.free() + sum(site.kept.free() for site in self.each)
 
 
 def quantize_shard(w_OI: Tensor, group: ProcessGroup | None) -> Fp4Tensor:

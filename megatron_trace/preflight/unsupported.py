@@ -12,13 +12,15 @@ from typing import Any
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from bridge.errors import TraceError
 from bridge.fp4.nvfp4 import NVFP4_BLOCK
+from megatron_trace.layers.expert_linears import weights_of
+from patches.check.live import names_in
 
 
 class UnsupportedModel(TraceError):
@@ -52,25 +54,23 @@ REFUSALS = (
         "Latent, sparse or linear attention has no recorded K and V here: use plain attention.",
     ),
     Refusal(
-        lambda c: c.moe_token_dispatcher_type not in ("alltoall", "allgather"),
-        "The flex token dispatcher does not show its permutation: set moe_token_dispatcher_type "
-        'to "alltoall" or "allgather".',
-    ),
-    Refusal(
         lambda c: _newer(c, "use_transformer_engine_op_fuser"),
         "The fused expert path has no place between activation and fc2: set "
         "use_transformer_engine_op_fuser=False.",
         experts_only=True,
     ),
     Refusal(
-        lambda c: c.moe_permute_fusion or c.moe_router_fusion,
-        "Fused permutation and routing kernels cannot carry records: set moe_permute_fusion and "
-        "moe_router_fusion to False.",
+        lambda c: (
+            _newer(c, "delay_wgrad_compute")
+            or _newer(c, "overlap_dispatch_backward_with_experts_wgrad")
+        ),
+        "Delayed weight gradients look for the rounded weights after they are gone: set "
+        "delay_wgrad_compute and overlap_dispatch_backward_with_experts_wgrad to False.",
+        experts_only=True,
     ),
     Refusal(
-        lambda c: c.moe_shared_expert_overlap,
-        "With moe_shared_expert_overlap the shared experts would read the rounded input: set it "
-        "to False.",
+        lambda c: _newer(c, "moe_single_grouped_weight"),
+        "moe_single_grouped_weight packs all experts into one parameter: set it to False.",
         experts_only=True,
     ),
     Refusal(
@@ -118,12 +118,6 @@ REFUSALS = (
         "Transformer Engine's own fp8 or fp4 would quantize a second time: unset fp8 and fp4.",
     ),
     Refusal(
-        lambda c: c.gradient_accumulation_fusion,
-        "gradient_accumulation_fusion writes to the parameter's main_grad past the rounded "
-        "weight: set it to False.",
-        experts_only=True,
-    ),
-    Refusal(
         lambda c: any(
             (_newer(c, option) or 1) > 1
             for option in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
@@ -131,10 +125,6 @@ REFUSALS = (
         "Weights sharded for rematerialization have no whole blocks: set gtp_weight_remat_size and "
         "expert_gtp_weight_remat_size to 1.",
         experts_only=True,
-    ),
-    Refusal(
-        lambda c: c.mtp_num_layers,
-        "Multi-token-prediction layers are not recorded: leave mtp_num_layers unset.",
     ),
     Refusal(
         lambda c: c.cuda_graph_impl != "none",
@@ -169,17 +159,15 @@ def refuse_experts(moe_layer: MoELayer) -> None:
     """Refuse experts whose weights and activations do not pass the hooks."""
     _require_hooked(moe_layer, MoELayer, "routed_experts_compute", "a layer's MoE")
     _require_hooked(moe_layer, MoELayer, "preprocess", "a layer's MoE")
-    if not isinstance(moe_layer.experts, SequentialMLP):
-        raise UnsupportedModel(
-            f"{type(moe_layer.experts).__name__} multiplies all experts in one grouped GEMM that "
-            "cannot read rounded weights yet: build the experts as SequentialMLP "
-            "(moe_grouped_gemm=False)."
-        )
-    for expert in moe_layer.experts.local_experts:
-        _require_hooked(expert, MLP, "forward", "an expert")
-        _require_hooked(expert.linear_fc1, ColumnParallelLinear, "forward", "an expert's fc1")
-        _require_hooked(expert.linear_fc2, RowParallelLinear, "forward", "an expert's fc2")
-    width = moe_layer.experts.local_experts[0].linear_fc2.weight.shape[1]
+    experts = moe_layer.experts
+    if isinstance(experts, SequentialMLP):
+        for expert in experts.local_experts:
+            _require_hooked(expert, MLP, "forward", "an expert")
+            _require_hooked(expert.linear_fc1, ColumnParallelLinear, "forward", "an expert's fc1")
+            _require_hooked(expert.linear_fc2, RowParallelLinear, "forward", "an expert's fc2")
+    else:
+        _require_grouped(experts)
+    width = next(weights_of(experts, "linear_fc2")).shape[1]
     if width % NVFP4_BLOCK:
         raise UnsupportedModel(
             f"Expert tensor parallelism leaves {width} of the intermediate size to a rank, which "
@@ -187,9 +175,27 @@ def refuse_experts(moe_layer: MoELayer) -> None:
         )
 
 
+def _require_grouped(experts: nn.Module) -> None:
+    """Refuse grouped experts whose layers do not ask the hook for their weights."""
+    if getattr(type(experts), "forward", None) is not TEGroupedMLP.forward:
+        raise UnsupportedModel(
+            f"The experts are a {type(experts).__name__}, which our hooks do not know: use "
+            "TEGroupedMLP (moe_grouped_gemm=True with Transformer Engine) or SequentialMLP "
+            "(moe_grouped_gemm=False)."
+        )
+    for linear in (experts.linear_fc1, experts.linear_fc2):
+        method = getattr(type(linear), "_get_weight_tensors", None)
+        if method is None or "expert_weights" not in names_in(method.__code__):
+            raise UnsupportedModel(
+                f"The experts' {type(linear).__name__} does not ask our hook for its weights: use "
+                "Megatron-core's TEGroupedLinear with Transformer Engine 2.0 or newer, or build "
+                "the experts as SequentialMLP (moe_grouped_gemm=False)."
+            )
+
+
 def _require_hooked(module: nn.Module, base: type, method: str, role: str) -> None:
     if getattr(type(module), method, None) is not getattr(base, method):
         raise UnsupportedModel(
             f"{role} is a {type(module).__name__}, which does not run {base.__name__}.{method}: "
-            "use Megatron-core's local layer spec."
+            "use Megatron-core's own layer specs, local or Transformer Engine."
         )

@@ -19,12 +19,11 @@ _DISPATCH = (
         f"{_PARALLEL}:gather_from_sequence_parallel_region"
         "(rows, group=group, output_split_sizes=splits)"
     ),
-    Call(f"{_MOE}.moe_utils:sort_chunks_by_idxs(rows, counts, order)"),
     Attributes(
         f"{_MOE}.token_dispatcher:MoEAlltoAllTokenDispatcher",
         (
             *("routing_map", "ep_group", "input_splits", "output_splits", "num_local_experts"),
-            *("tp_size", "tp_group", "output_splits_tp"),
+            *("tp_size", "ep_size", "tp_group", "output_splits_tp", "num_out_tokens"),
             *("num_global_tokens_per_local_expert", "sort_input_by_local_experts"),
         ),
     ),
@@ -69,9 +68,13 @@ _MODULES = (
             *("config", "router", "token_dispatcher", "experts", "attn_tp_group"),
             *("local_expert_indices", "num_local_experts"),
             *("preprocess", "routed_experts_compute"),
+            *("shared_experts", "shared_expert_overlap"),
         ),
     ),
     Attributes(f"{_MOE}.experts:SequentialMLP", ("local_experts", "tp_group")),
+    Attributes(f"{_MOE}.experts:TEGroupedMLP", ("linear_fc1", "linear_fc2", "tp_group", "forward")),
+    Attributes(f"{_MOE}.shared_experts:SharedExpertMLP", ("pre_forward_comm",)),
+    Attributes(f"{_TRANSFORMER}.multi_token_prediction:MultiTokenPredictionBlock", ("layers",)),
     Attributes(f"{_TRANSFORMER}.mlp:MLP", ("linear_fc1", "linear_fc2", "forward")),
     Attributes(f"{_PARALLEL}.layers:ColumnParallelLinear", ("weight", "forward")),
     Attributes(f"{_PARALLEL}.layers:RowParallelLinear", ("weight", "forward")),
@@ -91,12 +94,11 @@ _CONFIG = (
             *("gated_linear_unit", "sequence_parallel"),
             # What is refused: an option under another name would no longer be.
             *("context_parallel_size", "multi_latent_attention", "experimental_attention_variant"),
-            *("moe_token_dispatcher_type", "moe_permute_fusion", "moe_router_fusion"),
-            *("moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm", "moe_latent_size"),
+            *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "moe_latent_size"),
             *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
             *("moe_router_padding_for_quantization", "moe_apply_probs_on_input"),
             *("moe_router_load_balancing_type", "moe_enable_routing_replay", "fp8", "fp4"),
-            *("gradient_accumulation_fusion", "mtp_num_layers", "cuda_graph_impl"),
+            "cuda_graph_impl",
         ),
     ),
     Attributes(
@@ -104,6 +106,7 @@ _CONFIG = (
         (
             *("use_transformer_engine_op_fuser", "moe_mlp_glu_interleave_size"),
             *("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
+            *("overlap_dispatch_backward_with_experts_wgrad", "moe_single_grouped_weight"),
         ),
         since="0.17",
     ),
@@ -157,6 +160,7 @@ _CHECKPOINTS = (
         f"{_TRANSFORMER}.transformer_config:TransformerConfig",
         (
             *("num_attention_heads", "ffn_hidden_size", "moe_router_pre_softmax"),
+            *("moe_token_dispatcher_type", "gradient_accumulation_fusion"),
             *("moe_router_dtype", "qk_layernorm", "normalization", "layernorm_epsilon"),
             *("activation_func", "add_bias_linear", "hidden_dropout", "attention_dropout"),
             *("params_dtype", "pipeline_dtype", "bf16", "use_cpu_initialization"),

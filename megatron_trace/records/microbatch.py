@@ -160,12 +160,10 @@ class GuidedMicroBatch:
 
     def site_rows(self, site: Site, layer: int, tokens: slice, counting: bool) -> SiteRows | None:
         """Return the records of `site` for a run of tokens; None if nothing is to be done."""
-        if layer not in self.layout.site_layers(site):
+        if not self.uses(site, layer):
             return None
-        guided = site in self._sites and layer in self._layers
+        guided = self._guides(site, layer)
         bits = (self.guidance.bits or self.layout.bits) if guided else 0
-        if not bits and not self.guidance.compare:
-            return None
         part = PART_OF[site]
         record = self.layout.site(self.rows.of(part)[tokens], site, layer)
         global_scale = record.token_scale
@@ -184,6 +182,14 @@ class GuidedMicroBatch:
             self.counts(site, layer) if counting else None,
             self.layout.values(site),
         )
+
+    def uses(self, site: Site, layer: int) -> bool:
+        """Whether the records of `site` in `layer` are followed or compared with."""
+        recorded = layer in self.layout.site_layers(site)
+        return recorded and (self._guides(site, layer) or self.guidance.compare)
+
+    def _guides(self, site: Site, layer: int) -> bool:
+        return site in self._sites and layer in self._layers
 
     @property
     def replays_routes(self) -> bool:

@@ -1,15 +1,16 @@
-"""Rounded weights of all experts of a layer on a GPU, kept until a weight changes.
+"""The weights of all experts of a layer in FP4 on a GPU, kept until a weight changes.
 
 The device itself compares fingerprints, so no forward waits for it. `KeptRounding` does the same
-for one weight on a CPU.
+for one weight on a CPU, in the weight's own dtype.
 
 Shape legend: E experts, O, I rows and columns of one weight (this rank's part), P projections.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -18,30 +19,54 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from bridge.fp4.nvfp4 import NVFP4_BLOCK
 from megatron_trace.rounding.rows import KERNEL_DTYPES
+from megatron_trace.rounding.work_buffer import WorkBuffer, free_work_buffers, work_buffer
 
 _all_groups: WeakSet[ExpertGroup] = WeakSet()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Kept:
-    """What the rounded weights are of: addresses int64 [E], fingerprints int64 [E], magnitudes."""
+    """Code words of all weights, and what they are of.
+
+    addresses, stream    of the parameters, and where the work on them is in order
+    codes_u8, scales_u8  two code words a byte [E, O, I / 2], E4M3 block scales [E, O, I / 16]
+    prints_E, amax_EP    fingerprints int64 and bits of the largest magnitudes int32
+    reading              a new object whenever the parameters are read: the codes may be new
+    """
 
     addresses: tuple[int, ...]
     stream: torch.cuda.Stream
     pointers_E: Tensor
-    rounded_EOI: Tensor
+    codes_u8: Tensor
+    scales_u8: Tensor
     prints_E: Tensor
     amax_EP: Tensor
+    rollout_dtype: torch.dtype
+    reading: object = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes_u8.nbytes + self.scales_u8.nbytes
+
+    def expand_into(self, buffer: WorkBuffer) -> None:
+        """Have the buffer hold the weights' values; nothing happens if it holds them."""
+        buffer.fill(self.reading, self._expand)
+
+    def _expand(self, values_EOI: Tensor) -> None:
+        from megatron_trace.kernels.expert_weights import expand
+
+        expand((self.codes_u8, self.scales_u8), self.amax_EP, self.rollout_dtype, values_EOI)
 
 
 @dataclass(eq=False)
 class ExpertGroup:
     """One linear layer of all local experts; every weight has the same shape and dtype.
 
-    A forward that is in flight has saved these very weights for its backward. An optimizer step
+    A forward that is in flight needs these very weights for its backward. An optimizer step
     frees them here, so the next forward makes new ones and the old stay with that backward. A
-    weight that is changed otherwise is rounded in place by the next forward; a backward that is
+    weight that is changed otherwise is quantized in place by the next forward; a backward that is
     still to come would multiply with the new weight, as it would without FP4.
 
     weights        the parameters, one per expert
@@ -73,25 +98,48 @@ class ExpertGroup:
         """Whether a weight is the group's number ``index``, and where kernels can round it."""
         return weight is self.weights[index] and weight.is_cuda and weight.dtype in KERNEL_DTYPES
 
+    @property
+    def kept_bytes(self) -> int:
+        """How many bytes the rounded weights take from a forward to the next optimizer step."""
+        if not self.takes(self.weights[0], 0):
+            return sum(weight.nbytes for weight in self.weights)
+        return sum(weight.numel() // 2 + weight.numel() // NVFP4_BLOCK for weight in self.weights)
+
     def begin_forward(self) -> None:
         """Have the next use look whether a weight has changed."""
         self._is_fresh = False
 
     def rounded(self) -> Tensor:
-        """Return all weights as the rollout computes with them: [E, O, I]."""
+        """Return all weights as the rollout computes with them, [E, O, I].
+
+        They are good until another layer's weights are asked for, and in a backward that
+        `refills` has prepared.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            if self._kept is None or not self._is_fresh:
+                self._kept = self._read()
+                self._is_fresh = True
+            buffer = self._buffer()
+            self._kept.expand_into(buffer)
+        return buffer.values_EOI
+
+    def refills(self) -> tuple[Callable[[], None], ...]:
+        """Return what a backward of this forward must call first; nothing if none was rounded."""
         if self._kept is None or not self._is_fresh:
-            with torch.inference_mode(False), torch.no_grad():
-                self._kept = self._refreshed()
-            self._is_fresh = True
-        return self._kept.rounded_EOI
+            return ()
+        return (partial(self._kept.expand_into, self._buffer()),)
 
     def free(self) -> int:
-        """Let go of the rounded weights; return the bytes that they took."""
+        """Let go of the code words; return the bytes that they took."""
         kept, self._kept, self._is_fresh = self._kept, None, False
-        return 0 if kept is None else kept.rounded_EOI.nbytes
+        return 0 if kept is None else kept.nbytes
 
-    def _refreshed(self) -> _Kept:
-        from megatron_trace.kernels.expert_weights import read_matrices, round_changed
+    def _buffer(self) -> WorkBuffer:
+        first = self.weights[0]
+        return work_buffer((len(self.weights), *first.shape), first.dtype, first.device)
+
+    def _read(self) -> _Kept:
+        from megatron_trace.kernels.expert_weights import quantize_changed, read_matrices
 
         kept = self._room()
         first = self.weights[0]
@@ -100,40 +148,49 @@ class ExpertGroup:
         if self.shard_group is not None:
             # The bits sort as the magnitudes do.
             all_reduce(now[1], ReduceOp.MAX, self.shard_group)
-        round_changed(
+        quantize_changed(
             kept.pointers_E,
-            kept.rounded_EOI,
+            first.dtype,
+            (kept.codes_u8, kept.scales_u8),
             now,
             (kept.prints_E, kept.amax_EP),
             self.rollout_dtype,
         )
+        kept.reading = object()
         return kept
 
     def _room(self) -> _Kept:
-        """Return the weights kept, or room for them if the parameters lie elsewhere now."""
+        """Return the code words kept, or room for them if the parameters lie elsewhere now."""
         addresses = tuple(weight.data_ptr() for weight in self.weights)
-        # Only work on the stream that rounded them is ordered after the rounding.
+        # Only work on the stream that quantized them is ordered after it.
         stream = torch.cuda.current_stream()
         kept = self._kept
         if kept is not None and (kept.addresses, kept.stream) == (addresses, stream):
             return kept
-        first, experts = self.weights[0], len(self.weights)
         assert all(weight.is_contiguous() for weight in self.weights)
+        experts, (rows, width), device = len(addresses), self.weights[0].shape, stream.device
         pointers_E = torch.tensor(addresses, dtype=torch.int64).pin_memory()
+        bytes_of = partial(torch.empty, dtype=torch.uint8, device=device)
         return _Kept(
             addresses,
             stream,
-            pointers_E.to(first.device, non_blocking=True),
-            torch.empty((experts, *first.shape), dtype=first.dtype, device=first.device),
-            torch.zeros(experts, dtype=torch.int64, device=first.device),
+            pointers_E.to(device, non_blocking=True),
+            bytes_of((experts, rows, width // 2)),
+            bytes_of((experts, rows, width // NVFP4_BLOCK)),
+            torch.zeros(experts, dtype=torch.int64, device=device),
             # No magnitude has these bits, so every weight counts as changed.
-            torch.full((experts, self.projections), -1, dtype=torch.int32, device=first.device),
+            torch.full((experts, self.projections), -1, dtype=torch.int32, device=device),
+            self.rollout_dtype,
         )
 
 
+def free_rounded(groups: Sequence[ExpertGroup]) -> int:
+    """Free what groups keep, and the buffers that all layers share; return the bytes."""
+    return sum(group.free() for group in groups) + free_work_buffers()
+
+
 def _free_all(*_: Any) -> None:
-    for group in list(_all_groups):
-        group.free()
+    free_rounded(list(_all_groups))
 
 
 # A step changes the weights, so memory that the next forward would free is free before it.

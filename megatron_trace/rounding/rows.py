@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -250,15 +251,25 @@ class SiteRows:
 class ExpertRows:
     """The records of the rows that this rank's experts compute, sorted by local expert.
 
-    bounds[e] and bounds[e + 1] are the first row of expert e and the one after its last.
+    tokens_per_expert: int64 [local experts], how many rows each of them computes.
     """
 
     rows: SiteRows
-    bounds: tuple[int, ...]
+    tokens_per_expert: Tensor
 
-    def of_expert(self, local_expert: int) -> SiteRows:
-        """Return the rows of one local expert."""
-        return self.rows[self.bounds[local_expert] : self.bounds[local_expert + 1]]
+    def of_expert(self, local_expert: int | None) -> SiteRows:
+        """Return the rows of one local expert, or those of all."""
+        if local_expert is None:
+            return self.rows
+        first, last = self._bounds[local_expert : local_expert + 2]
+        return self.rows[first:last]
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        bounds: list[int] = torch.nn.functional.pad(
+            self.tokens_per_expert.cumsum(0), (1, 0)
+        ).tolist()
+        return bounds
 
 
 def round_rows(

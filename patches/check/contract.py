@@ -1,8 +1,9 @@
 """What our code takes for granted in an upstream, checked by name when a process starts.
 
 Patches find the places where the upstream calls us. This is about the rest: what our code calls,
-overrides and reads. Each side lists it in ``upstream.py`` beside its door, as calls, overrides and
-callbacks (``signatures.py``) and attributes (``attributes.py``), under ``module:qualified.name``.
+overrides and reads. Each side lists it in its ``preflight/upstream_api.py``, as calls, overrides
+and callbacks (``signatures.py``) and attributes (``attributes.py``), under
+``module:qualified.name``.
 """
 
 import importlib

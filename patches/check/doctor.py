@@ -20,12 +20,23 @@ IMPORT_PATIENCE_S = 300
 
 @dataclass(frozen=True)
 class Liveness:
-    """A hook, the function that must call it, and why it does not; empty if it does."""
+    """A hook, the function that must call it, and why it does not; empty if it does.
+
+    ``left_out``: the upstream has no such function here, because something optional is missing.
+    """
 
     path: str
     function: str
     hook: str
     problem: str
+    left_out: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """The state in one word."""
+        if self.problem:
+            return "DEAD"
+        return "absent" if self.left_out else "live"
 
 
 @dataclass(frozen=True)
@@ -108,7 +119,7 @@ def in_words(found: Diagnosis) -> Iterator[str]:
         yield f"  Python {found.python}, {torch}: {verdict} with this release"
     for hook in found.hooks:
         caller = f"{hook.path}: {hook.function or 'module level'}"
-        yield f"  {'live' if not hook.problem else 'DEAD'}  {hook.hook}  {caller}"
+        yield f"  {hook.verdict}  {hook.hook}  {caller}"
         if hook.problem:
             yield f"        {hook.problem}"
     for fault in found.faults:
@@ -128,7 +139,7 @@ def _examine(target: Target, where: Where) -> Examination:
     upstream = require_upstream(target, where)
     calls = hook_sites(target, where)
     home = target.series_dir.parents[1]
-    contract = Path(target.hooks).with_name("upstream.py")
+    contract = Path(target.hooks).parent / "preflight" / "upstream_api.py"
     question = {
         "site": str(upstream.site),
         "version": upstream.version,

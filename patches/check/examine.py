@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from patches.check.contract import Use, faults
-from patches.check.live import problem_of
+from patches.check.live import is_left_out, problem_of
 from patches.check.sites import CallSite
 
 
@@ -20,7 +20,11 @@ def main() -> None:
     """
     asked = json.load(sys.stdin)
     calls = [CallSite(**each) for each in asked["calls"]]
-    hooks = [asdict(call) | {"problem": problem_of(call, Path(asked["site"]))} for call in calls]
+    hooks = [
+        asdict(call)
+        | {"problem": problem_of(call, Path(asked["site"])), "left_out": is_left_out(call)}
+        for call in calls
+    ]
     uses: list[Use] = []
     if asked["contract"]:
         sys.path.append(asked["home"])

@@ -7,6 +7,7 @@ function is found as well. Which function must call which hook is read from the 
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -52,10 +53,22 @@ def problem_of(call: CallSite, site: Path) -> str:
     file = Path(str(module.__file__))
     if not file.samefile(site / call.path):
         return f"{call.module} is imported from {file}"
+    if is_left_out(call):
+        return ""
     code = code_of(module, call.function)
     if code is None:
         return f"{call.module}.{call.function} is no Python function"
     return "" if call.hook in names_in(code) else f"{call.hook} is not called"
+
+
+def is_left_out(call: CallSite) -> bool:
+    """Whether the imported module has None in place of the class that should call the hook.
+
+    Upstreams write that where an optional dependency is missing; nothing can run there then.
+    """
+    owner, _, method = call.function.partition(".")
+    module = sys.modules.get(call.module)
+    return bool(method) and module is not None and getattr(module, owner, owner) is None
 
 
 def code_of(module: ModuleType, function: str) -> CodeType | None:

@@ -80,7 +80,7 @@ def test_every_chunk_of_a_list_is_marked(lib: Any, build: Callable[..., Any]) ->
         assert all("trace_experts" in layer.mlp.__dict__ for layer in chunk.decoder.layers)
     chunks[1].decoder.layers[0].mlp.experts = torch.nn.Identity()
     disable_fp4(chunks[:1])
-    with pytest.raises(Exception, match="SequentialMLP"):
+    with pytest.raises(Exception, match="TEGroupedMLP"):
         enable_fp4(chunks)
     assert not any("trace_experts" in layer.mlp.__dict__ for layer in chunks[0].decoder.layers)
 

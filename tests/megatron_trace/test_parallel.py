@@ -19,6 +19,12 @@ LAYOUTS = (
     "tensor, fetched",
     "tensor, allgather",
     "tensor and expert",
+    "grouped",
+    "expert, grouped",
+    "expert, allgather, grouped",
+    "tensor, grouped",
+    "tensor and expert, grouped",
+    "pipeline, grouped",
     "pipeline",
     "interleaved pipeline",
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed as dist
+from grouped_linear import grouped_experts
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from micro_batches import FULL_LAYOUT, pad, random_sequences
@@ -54,6 +56,7 @@ TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EXPERT = {"expert_model_parallel_size": 2}
 PIPELINE = {"pipeline_model_parallel_size": 2}
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
+GROUPED = {"moe_grouped_gemm": True}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -63,6 +66,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor, fetched": TENSOR,
     "tensor, allgather": TENSOR | ALLGATHER,
     "tensor and expert": TENSOR | EXPERT | {"expert_tensor_parallel_size": 1},
+    "grouped": GROUPED,
+    "expert, grouped": EXPERT | GROUPED,
+    "expert, allgather, grouped": EXPERT | ALLGATHER | GROUPED,
+    "tensor, grouped": TENSOR | GROUPED,
+    "tensor and expert, grouped": TENSOR | EXPERT | {"expert_tensor_parallel_size": 1} | GROUPED,
+    "pipeline, grouped": PIPELINE | FULL_RECOMPUTE | GROUPED,
     "pipeline": PIPELINE | FULL_RECOMPUTE,
     "interleaved pipeline": PIPELINE
     | FULL_RECOMPUTE
@@ -224,10 +233,11 @@ def run_layout(
     tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     config = transformer_config(HF_CONFIG, variable_seq_lengths=False, **layout)
     stages = layout.get("virtual_pipeline_model_parallel_size")
-    models = [
-        build_model(HF_CONFIG, config, vp_stage=stage if stages else None)
-        for stage in range(stages or 1)
-    ]
+    with grouped_experts() if config.moe_grouped_gemm else nullcontext():
+        models = [
+            build_model(HF_CONFIG, config, vp_stage=stage if stages else None)
+            for stage in range(stages or 1)
+        ]
     for model in models:
         load_hf(model, random_weights())
         model.train()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bridge.fp4.nvfp4 import quantize_weight
-from megatron_trace.kernels.expert_weights import read_matrices, round_changed
+from megatron_trace.kernels.expert_weights import expand, quantize_changed, read_matrices
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXPERTS = 3
@@ -25,11 +25,38 @@ def pointers(weights: list[Tensor]) -> Tensor:
     return torch.tensor([each.data_ptr() for each in weights], dtype=torch.int64, device=DEVICE)
 
 
-def empty(weights: list[Tensor], projections: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Room for rounded matrices, and what says that it holds none."""
-    rounded = torch.full((EXPERTS, *weights[0].shape), 7.0, dtype=weights[0].dtype, device=DEVICE)
-    prints = torch.zeros(EXPERTS, dtype=torch.int64, device=DEVICE)
-    return rounded, (prints, torch.full((EXPERTS, projections), -1, dtype=torch.int32).to(DEVICE))
+class Kept:
+    """Code words of all matrices, as `quantize_changed` keeps them; at first of none."""
+
+    def __init__(self, weights: list[Tensor], projections: int, through: torch.dtype) -> None:
+        self.dtype, self.through, self.projections = weights[0].dtype, through, projections
+        self.rows, self.width = weights[0].shape
+        self.codes = torch.full((EXPERTS, self.rows, self.width // 2), 0x77, dtype=torch.uint8)
+        self.scales = torch.full((EXPERTS, self.rows, self.width // 16), 0x38, dtype=torch.uint8)
+        self.prints = torch.zeros(EXPERTS, dtype=torch.int64)
+        self.amax = torch.full((EXPERTS, projections), -1, dtype=torch.int32)
+        for name in ("codes", "scales", "prints", "amax"):
+            setattr(self, name, getattr(self, name).to(DEVICE))
+
+    def read(self, weights: list[Tensor]) -> tuple[Tensor, Tensor]:
+        shape = (self.rows, self.width)
+        return read_matrices(pointers(weights), shape, self.projections, self.dtype)
+
+    def update(self, weights: list[Tensor], now: tuple[Tensor, Tensor] | None = None) -> None:
+        quantize_changed(
+            pointers(weights),
+            self.dtype,
+            (self.codes, self.scales),
+            self.read(weights) if now is None else now,
+            (self.prints, self.amax),
+            self.through,
+        )
+
+    def values(self) -> Tensor:
+        shape = (EXPERTS, self.rows, self.width)
+        values = torch.full(shape, 9.0, dtype=self.dtype, device=DEVICE)
+        expand((self.codes, self.scales), self.amax, self.through, values)
+        return values
 
 
 def expected(weight: Tensor, projections: int, through: torch.dtype) -> Tensor:
@@ -51,40 +78,47 @@ def test_every_expert_gets_the_rollouts_rounding(
     shape: tuple[int, int], projections: int, dtype: torch.dtype, through: torch.dtype
 ) -> None:
     weights = matrices(shape, dtype)
-    rounded, kept = empty(weights, projections)
-    at = pointers(weights)
-    now = read_matrices(at, shape, projections, dtype)
-    round_changed(at, rounded, now, kept, through)
-    for mine, weight in zip(rounded, weights, strict=True):
+    kept = Kept(weights, projections, through)
+    kept.update(weights)
+    for mine, weight in zip(kept.values(), weights, strict=True):
         assert torch.equal(mine, expected(weight, projections, through))
-    assert torch.equal(kept[0], now[0])
-    assert torch.equal(kept[1], now[1])
+    prints, amax = kept.read(weights)
+    assert torch.equal(kept.prints, prints)
+    assert torch.equal(kept.amax, amax)
+
+
+def test_code_words_are_packed_as_the_reference_packs_them() -> None:
+    weights = matrices((32, 64), torch.bfloat16)
+    kept = Kept(weights, 1, torch.bfloat16)
+    kept.update(weights)
+    for mine, scales, weight in zip(kept.codes, kept.scales, weights, strict=True):
+        reference = quantize_weight(weight)
+        assert torch.equal(mine & 0xF, reference.codes_u8[:, ::2])
+        assert torch.equal(mine >> 4, reference.codes_u8[:, 1::2])
+        assert torch.equal(scales, reference.scales_u8)
 
 
 def test_only_a_changed_matrix_is_written_again() -> None:
     weights = matrices((32, 64), torch.bfloat16)
-    rounded, kept = empty(weights, 2)
-    at = pointers(weights)
-    round_changed(at, rounded, read_matrices(at, (32, 64), 2, torch.bfloat16), kept, torch.bfloat16)
-    rounded.fill_(5.0)
+    kept = Kept(weights, 2, torch.bfloat16)
+    kept.update(weights)
+    kept.codes.fill_(0x55)
     weights[1].data[31, 63] *= 1.5
-    round_changed(at, rounded, read_matrices(at, (32, 64), 2, torch.bfloat16), kept, torch.bfloat16)
-    assert bool((rounded[0] == 5.0).all())
-    assert bool((rounded[2] == 5.0).all())
-    assert torch.equal(rounded[1], expected(weights[1], 2, torch.bfloat16))
+    kept.update(weights)
+    assert bool((kept.codes[0] == 0x55).all())
+    assert bool((kept.codes[2] == 0x55).all())
+    assert torch.equal(kept.values()[1], expected(weights[1], 2, torch.bfloat16))
 
 
 def test_a_matrix_is_rounded_again_when_another_ranks_part_of_it_grew() -> None:
     weights = matrices((32, 64), torch.float32)
-    rounded, kept = empty(weights, 1)
-    at = pointers(weights)
-    prints, amax = read_matrices(at, (32, 64), 1, torch.float32)
-    round_changed(at, rounded, (prints, amax), kept, torch.float32)
+    kept = Kept(weights, 1, torch.float32)
+    kept.update(weights)
     whole = torch.cat([weights[0], weights[0] * 8])
-    grown = amax.clone()
-    grown[0] = whole.abs().amax().view(torch.int32)
-    round_changed(at, rounded, (prints, grown), kept, torch.float32)
-    assert torch.equal(rounded[0], quantize_weight(whole).dequantize()[:32])
+    prints, amax = kept.read(weights)
+    amax[0] = whole.abs().amax().view(torch.int32)
+    kept.update(weights, (prints, amax))
+    assert torch.equal(kept.values()[0], quantize_weight(whole).dequantize()[:32])
 
 
 @pytest.mark.parametrize("change", ["one value", "two values swapped", "sign of a zero", "rows"])
@@ -111,8 +145,7 @@ def test_a_fingerprint_changes_with_what_a_matrix_holds(change: str) -> None:
 def test_a_matrix_with_nan_is_nan_throughout() -> None:
     weights = matrices((16, 32), torch.bfloat16)
     weights[0][3, 3] = torch.nan
-    rounded, kept = empty(weights, 1)
-    at = pointers(weights)
-    round_changed(at, rounded, read_matrices(at, (16, 32), 1, torch.bfloat16), kept, torch.bfloat16)
-    assert bool(rounded[0].isnan().all())
-    assert bool(rounded[1:].isfinite().all())
+    kept = Kept(weights, 1, torch.bfloat16)
+    kept.update(weights)
+    assert bool(kept.values()[0].isnan().all())
+    assert bool(kept.values()[1:].isfinite().all())

@@ -90,12 +90,10 @@ def test_every_option_of_a_loaded_model_is_listed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_function_with_another_signature_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core import tensor_parallel
 
-    monkeypatch.setattr(moe_utils, "sort_chunks_by_idxs", lambda rows, sizes: rows)
-    with pytest.raises(
-        UnknownUpstream, match=r"moe_utils:sort_chunks_by_idxs takes \(rows, sizes\)"
-    ):
+    monkeypatch.setattr(tensor_parallel, "all_to_all", lambda group, rows: rows)
+    with pytest.raises(UnknownUpstream, match=r"tensor_parallel:all_to_all takes \(group, rows\)"):
         require_live_hooks()
 
 

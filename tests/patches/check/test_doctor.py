@@ -11,6 +11,8 @@ from typer.testing import CliRunner, Result
 
 from patches import cli
 from patches.apply import edit
+from patches.check import live
+from patches.check.sites import CallSite
 from patches.config import ROOT, load_targets, select_target
 
 INIT, ENGINE = "demo/core/__init__.py", "demo/core/engine.py"
@@ -88,12 +90,14 @@ def test_a_copy_earlier_on_the_path_is_found(doctor, world, tmp_path):
 
 
 def contract(world, text: str) -> None:
-    """What the door's side uses of the package, in the module beside the door."""
+    """What the hooks' side uses of the package, in its module for that."""
     imports = (
         "from patches.check.attributes import Attributes\n"
         "from patches.check.signatures import Call\n"
     )
-    (world.root.parent / "upstream.py").write_text(f"{imports}USES = ({text},)\n")
+    preflight = world.root.parent / "preflight"
+    preflight.mkdir(exist_ok=True)
+    (preflight / "upstream_api.py").write_text(f"{imports}USES = ({text},)\n")
 
 
 def test_what_our_code_uses_of_the_package_is_checked(doctor, world):
@@ -136,3 +140,19 @@ def test_every_series_says_which_file_it_was_made_for(target):
     for release in target.releases.values():
         assert Path(release.file).suffix in (".whl", ".gz")
         assert len(release.sha256) == 64
+
+
+def test_a_class_that_needs_something_optional_is_absent_and_not_dead(tmp_path, monkeypatch):
+    (tmp_path / "optional_engine.py").write_text("Engine = None\n\n\nclass Other: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    call = partial(CallSite, "optional_engine.py", hook="on_run")
+    absent, dead = call(function="Engine.run"), call(function="Other.run")
+    assert live.problem_of(absent, tmp_path) == ""
+    assert live.is_left_out(absent)
+    assert "no Python function" in live.problem_of(dead, tmp_path)
+    assert not live.is_left_out(dead)
+
+
+@pytest.mark.parametrize("target", load_targets(ROOT).values(), ids=lambda target: target.name)
+def test_every_real_target_says_what_our_code_uses_of_it(target):
+    assert (ROOT.parent / target.hooks).parent.joinpath("preflight/upstream_api.py").is_file()
