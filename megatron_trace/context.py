@@ -46,6 +46,7 @@ class Scope:
     micro_batch   the records to follow; None rounds to nearest
     counting      False while a checkpoint recomputes, so that every site is counted once
     expert_rows   records of the rows dispatched to this rank, between dispatch and combine
+    probs         probabilities of those rows, where the input of fc2 gives them their gradient
     unrounded     the routed experts' input before rounding, until the shared experts take it
     backward      torch's number of the backward in which the scope was entered; -1: outside of any
     """
@@ -53,6 +54,7 @@ class Scope:
     micro_batch: GuidedMicroBatch | None = None
     counting: bool = True
     expert_rows: ExpertRows | None = None
+    probs: Tensor | None = None
     unrounded: Tensor | None = None
     backward: int = -1
 
@@ -84,9 +86,9 @@ def current_scope() -> Scope:
     return scope
 
 
-def set_expert_rows(rows: ExpertRows | None) -> None:
-    """Make `rows` the records that the experts called next will follow."""
-    _scope.set(replace(_scope.get(), expert_rows=rows))
+def set_dispatched(rows: ExpertRows | None, probs: Tensor | None) -> None:
+    """Make `rows` the records that the experts called next follow, and `probs` theirs to learn."""
+    _scope.set(replace(_scope.get(), expert_rows=rows, probs=probs))
 
 
 def set_unrounded_input(hidden_SBH: Tensor) -> None:

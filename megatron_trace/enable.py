@@ -196,7 +196,15 @@ def _expert_marks(
     linears = ExpertLinears(moe.experts, moe.config.gated_linear_unit, config.weight_dtype)
     overlapped = moe.shared_experts if moe.shared_expert_overlap else None
     records = _record_dispatcher(moe)
-    site = ExpertLayer(layer, shape, tokens, records, linears.groups, overlapped is not None)
+    site = ExpertLayer(
+        layer,
+        shape,
+        tokens,
+        records,
+        linears.groups,
+        overlaps_shared=overlapped is not None,
+        learns_at_fc2=linears.sees_all_rows,
+    )
     yield moe, "trace_experts", site
     if overlapped is not None:
         yield overlapped, "trace_shared_experts", SharedExpertInput()

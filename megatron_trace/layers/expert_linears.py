@@ -27,6 +27,12 @@ class ExpertLinears:
         self._projections = 2 if gated else 1
         self._rollout_dtype = rollout_dtype
 
+    @property
+    def sees_all_rows(self) -> bool:
+        """Whether the input of fc2 passes once with the rows of all experts, never recomputed."""
+        grouped = not isinstance(self._experts, SequentialMLP)
+        return grouped and not getattr(self._experts, "activation_recompute", False)
+
     @cached_property
     def groups(self) -> tuple[ExpertGroup, ExpertGroup]:
         """The weights of fc1 and of fc2, of all local experts."""

@@ -16,10 +16,11 @@ from torch.distributed import ProcessGroup
 from bridge.layout import ModelShape, Site
 from megatron_trace.context import (
     current_scope,
-    set_expert_rows,
+    set_dispatched,
     set_unrounded_input,
     take_unrounded_input,
 )
+from megatron_trace.layers.weighing import learn_from_fc2_input, weigh, weigh_without_gradient
 from megatron_trace.parallel import TensorParallel
 from megatron_trace.rounding.expert_group import ExpertGroup
 from megatron_trace.rounding.rows import (
@@ -29,7 +30,11 @@ from megatron_trace.rounding.rows import (
     own_token_scale,
     round_rows,
 )
-from megatron_trace.rounding.work_buffer import refill_before_backward
+from megatron_trace.rounding.work_buffer import (
+    refill_before_backward,
+    release_after_backward,
+    release_work_buffers,
+)
 
 if TYPE_CHECKING:
     from megatron_trace.layers.dispatch import RecordDispatcher
@@ -42,6 +47,8 @@ class ExpertLayer:
 
     weights          fc1's and fc2's
     overlaps_shared  whether shared experts are computed while the tokens are dispatched
+    learns_at_fc2    whether the input of fc2 can give the probabilities their gradient: it has all
+                     rows at once and is not recomputed apart from the router
     """
 
     layer: int
@@ -50,6 +57,7 @@ class ExpertLayer:
     records: RecordDispatcher
     weights: tuple[ExpertGroup, ExpertGroup]
     overlaps_shared: bool = False
+    learns_at_fc2: bool = False
 
     def round_input(self, hidden_SBH: Tensor) -> Tensor:
         """Round the experts' input, one row a token."""
@@ -57,7 +65,8 @@ class ExpertLayer:
             set_unrounded_input(hidden_SBH)
         hidden_TH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
         rows = self._rows(Site.FC1, len(hidden_TH))
-        return round_rows(hidden_TH, None, rows).view_as(hidden_SBH)
+        rounded_TH = round_rows(release_after_backward(hidden_TH), None, rows)
+        return rounded_TH.view_as(hidden_SBH)
 
     def enter(self, tokens_per_expert: Tensor, probs_P: Tensor) -> Tensor:
         """Dispatch the fc2 records after the tokens; return probabilities 1 for the experts."""
@@ -67,15 +76,17 @@ class ExpertLayer:
         rows_P = None
         if micro_batch is not None and micro_batch.uses(Site.FC2, self.layer):
             rows_P = ExpertRows(self._fc2_rows(), tokens_per_expert)
-        set_expert_rows(rows_P)
+        set_dispatched(rows_P, probs_P if self.learns_at_fc2 and probs_P.is_cuda else None)
         return torch.ones_like(probs_P)
 
     def leave(self, output_PH: Tensor, probs_P: Tensor) -> Tensor:
         """Weigh the outputs as the rollout does, after fc2."""
-        set_expert_rows(None)
+        learns_at_fc2 = current_scope().probs is not None
+        set_dispatched(None, None)
         refills = tuple(refill for group in self.weights for refill in group.refills())
         output_PH = refill_before_backward(output_PH, refills)
-        return (output_PH * probs_P.unsqueeze(-1)).to(output_PH.dtype)
+        release_work_buffers()
+        return (weigh_without_gradient if learns_at_fc2 else weigh)(output_PH, probs_P)
 
     def _rows(self, site: Site, num_tokens: int) -> SiteRows | None:
         scope = current_scope()
@@ -145,4 +156,5 @@ class Fc2Input:
         first = 0 if self.row_group is None else self.row_group.rank() * activation_PI.shape[-1]
         shared = self.row_group
         scale_P1 = None if shared is None else own_token_scale(activation_PI, shared)
-        return round_rows(activation_PI, scale_P1, rows, first)
+        rounded_PI = round_rows(activation_PI, scale_P1, rows, first)
+        return rounded_PI if scope.probs is None else learn_from_fc2_input(rounded_PI, scope.probs)
