@@ -46,10 +46,6 @@ def _newer(config: TransformerConfig, option: str) -> Any:
 
 REFUSALS = (
     Refusal(
-        lambda c: c.context_parallel_size > 1,
-        "context_parallel_size > 1 splits sequences in a way the records cannot follow yet: use 1.",
-    ),
-    Refusal(
         lambda c: c.multi_latent_attention or c.experimental_attention_variant,
         "Latent, sparse or linear attention has no recorded K and V here: use plain attention.",
     ),

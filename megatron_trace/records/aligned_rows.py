@@ -112,10 +112,11 @@ def place_rows(
         torch.full((n,), RowState.PADDING, dtype=torch.uint8),
     )
     for record, places_P in zip(records, placement.sequences, strict=True):
-        placed.forward_state[places_P] = RowState.MISSING
-        placed.kv_state[places_P] = RowState.MISSING
+        here_P = places_P[places_P >= 0]
+        placed.forward_state[here_P] = RowState.MISSING
+        placed.kv_state[here_P] = RowState.MISSING
         if record is not None:
-            _check_tokens(record, placement.tokens[places_P])
+            _check_tokens(record, placement.tokens, places_P)
             _place(record, places_P, placed, _accepted(record, versions))
     return placed
 
@@ -158,19 +159,23 @@ def _place(
         (record.kv, record.kv_valid, placed.kv_rows, placed.kv_state),
     )
     for rows, valid, rows_NW, state_N in parts:
-        held = valid[:count] & accepted[:count]
+        recorded = valid[:count] & accepted[:count]
+        held = recorded & (places >= 0)
         rows_NW[places[held]] = rows[:count][held]
         state_N[places[held]] = RowState.RECORDED
-        if record.start + count == record.length and not held[-1]:
+        is_last = record.start + count == record.length and places[-1] >= 0
+        if is_last and not recorded[-1]:
             # The last sampled token was never consumed: it has no row, and none is missing.
             state_N[places[-1]] = RowState.PADDING
 
 
-def _check_tokens(record: TrajectoryRecords, tokens_P: Tensor) -> None:
-    ours = tokens_P[record.start :]
-    count = min(len(ours), len(record.tokens))
-    theirs = record.tokens[:count]
-    differs = (ours[:count] != theirs) & (theirs >= 0)  # -1: no engine told the token
+def _check_tokens(record: TrajectoryRecords, tokens_N: Tensor, places_P: Tensor) -> None:
+    places = places_P[record.start :]
+    count = min(len(places), len(record.tokens))
+    places, theirs = places[:count], record.tokens[:count]
+    ours = tokens_N[places]
+    # -1: no engine reported the token, or another rank computes it
+    differs = (ours != theirs) & (theirs >= 0) & (places >= 0)
     if bool(differs.any()):
         place = int(differs.nonzero()[0])
         raise TokenMismatch(

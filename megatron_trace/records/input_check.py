@@ -52,12 +52,13 @@ class ForwardCheck:
         self._num_tokens = len(placement.tokens)
         real_N = torch.zeros(self._num_tokens, dtype=torch.bool)
         for places_P in placement.sequences:
-            real_N[places_P] = True
+            real_N[places_P[places_P >= 0]] = True
         self._tokens_N = placement.tokens.to(device)
         # What stands in the padding is the caller's choice: no record guides there.
         self._real_N = real_N.to(device)
         lengths = [len(places_P) for places_P in placement.sequences]
-        starts = [int(places_P[0]) if len(places_P) else -1 for places_P in placement.sequences]
+        # Of a pack; where a padded batch's sequences begin is not asked for.
+        starts = placement.bounds[: len(lengths)]
         self._lengths_k = torch.tensor(lengths, dtype=torch.int64, device=device)
         self._starts_k = torch.tensor(starts, dtype=torch.int64, device=device)
         self._checked_params: Any = None

@@ -16,6 +16,7 @@ from torch import Tensor
 from bridge.errors import NonFiniteActivation, TraceError
 from bridge.layout import ModelShape, RecordLayout, Site
 from bridge.layout.site import PART_OF
+from megatron_trace.parallel import ContextParallel
 from megatron_trace.records.aligned_rows import (
     PlacedRows,
     VersionPolicy,
@@ -81,6 +82,7 @@ class GuidedMicroBatch:
         guidance: Guidance | None = None,
         layout: RecordLayout | None = None,
         device: torch.device | str | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> Self:
         """Line up records with the tokens that the model will be given.
 
@@ -99,10 +101,14 @@ class GuidedMicroBatch:
             guidance: see `Guidance`; by default everything recorded is followed.
             layout: the records' layout, needed only if every record is None.
             device: where the model runs; the device of `tokens` by default.
+            context_parallel: which tokens of every sequence this rank computes; None takes its
+                place in Megatron's context-parallel group. `tokens` and lengths are always those
+                of the whole sequences, before they are split.
 
         Raises:
             GuidanceError: if records differ in layout, or `guidance` asks for what they lack.
             PlacementError: if tokens and lengths do not fit.
+            UnevenContext: if a sequence does not divide over the context-parallel ranks.
             SequenceCountMismatch: if there is not one record (or None) for each sequence.
             TokenMismatch: if a trajectory holds other tokens.
             WeightVersionMismatch: if rows were computed with other weights, or one version stands
@@ -119,6 +125,7 @@ class GuidedMicroBatch:
             placement = Placement.packed(tokens, cu_seqlens, cu_seqlens_padded)
         if pad_sequence:
             placement = placement.without_last()
+        placement = placement.on_context_rank(context_parallel or ContextParallel.current())
         strict = guidance.on_missing == "error"
         versions = VersionPolicy(weight_version, max_version_lag, strict)
         check_one_meaning(records)

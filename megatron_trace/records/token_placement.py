@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bridge.errors import TraceError
+from megatron_trace.parallel import ContextParallel
 
 
 class PlacementError(TraceError):
@@ -25,15 +26,19 @@ class Placement:
     """The tokens of a micro-batch in model order, and where each sequence's tokens are in it.
 
     tokens     int64 [N] on the CPU
-    sequences  for each sequence, int64 [P]: the model-order place of its positions 0, 1, ...
+    sequences  for each sequence, int64 [P]: the model-order place of its positions 0, 1, ...; -1
+               where another context-parallel rank computes them
     batch      b of a padded batch, 1 of a packed one
     is_packed  whether the model has to be told where the sequences begin (packed_seq_params)
+    bounds     where the sequences begin, padding included, and where the last one ends, before
+               context parallelism splits them; of a padded batch (0, s)
     """
 
     tokens: Tensor
     sequences: tuple[Tensor, ...]
     batch: int
     is_packed: bool
+    bounds: tuple[int, ...]
 
     @classmethod
     def padded(cls, tokens_bs: Tensor, lengths: Sequence[int] | Tensor | None) -> Placement:
@@ -52,7 +57,7 @@ class Placement:
         if len(sizes) != b or not all(0 <= size <= s for size in sizes):
             raise PlacementError(f"Lengths {sizes} do not fit {b} sequences of {s} tokens.")
         sequences = tuple(torch.arange(size) * b + i for i, size in enumerate(sizes))
-        return cls(tokens_bs.T.reshape(-1).to("cpu", torch.int64), sequences, b, False)
+        return cls(tokens_bs.T.reshape(-1).to("cpu", torch.int64), sequences, b, False, (0, s))
 
     @classmethod
     def packed(
@@ -84,11 +89,34 @@ class Placement:
             torch.arange(start, start + length)
             for start, length in zip(starts[:-1], lengths, strict=True)
         )
-        return cls(tokens.reshape(-1).to("cpu", torch.int64), sequences, 1, True)
+        flat = tokens.reshape(-1).to("cpu", torch.int64)
+        return cls(flat, sequences, 1, True, tuple(starts))
 
     def without_last(self) -> Placement:
         """Return the same tokens, those of the last sequence being padding."""
         return replace(self, sequences=self.sequences[:-1])
+
+    def on_context_rank(self, context: ContextParallel) -> Placement:
+        """Return the tokens that one context-parallel rank computes.
+
+        Raises:
+            UnevenContext: if a sequence does not divide into chunks.
+            PlacementError: if tokens behind the last sequence belong to none.
+        """
+        if context.size == 1:
+            return self
+        if self.bounds[-1] * self.batch != len(self.tokens):
+            raise PlacementError(
+                f"Context parallelism splits every sequence, and {len(self.tokens)} tokens reach "
+                f"beyond the last one's end, {self.bounds[-1]}: count the padding at the end as a "
+                "sequence (pad_sequence=True)."
+            )
+        row = torch.arange(self.batch)
+        kept = (context.kept(self.bounds)[:, None] * self.batch + row).reshape(-1)
+        place = torch.full((len(self.tokens),), -1)
+        place[kept] = torch.arange(len(kept))
+        sequences = tuple(place[places_P] for places_P in self.sequences)
+        return replace(self, tokens=self.tokens[kept], sequences=sequences)
 
 
 def _differences(cu_seqlens: Sequence[int] | Tensor) -> list[int]:

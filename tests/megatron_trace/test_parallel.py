@@ -12,23 +12,17 @@ from launching import launch
 from torch import Tensor
 
 JOB = Path(__file__).parent / "jobs" / "parallel_layouts.py"
-LAYOUTS = (
-    "expert",
-    "expert, allgather",
-    "tensor",
-    "tensor, fetched",
-    "tensor, allgather",
-    "tensor and expert",
-    "grouped",
-    "expert, grouped",
-    "expert, allgather, grouped",
-    "tensor, grouped",
-    "tensor and expert, grouped",
-    "pipeline, grouped",
-    "pipeline",
-    "interleaved pipeline",
+SEQUENTIAL = (
+    *("one rank", "expert", "expert, allgather", "tensor", "tensor, fetched", "tensor, allgather"),
+    *("tensor and expert", "context", "context, recomputed", "context and expert"),
+    *("context and expert, allgather", "pipeline", "interleaved pipeline"),
+    *("expert of four", "tensor and expert of four", "tensor by expert", "context by tensor"),
+    *("context by tensor and expert", "context, tensor and expert of four"),
+    *("context by pipeline", "pipeline by expert", "pipeline by tensor"),
 )
-LOW_SCALES = ("expert, low scales", "tensor, low scales")
+GROUPED = tuple(f"{name}, grouped" for name in SEQUENTIAL)
+LAYOUTS = SEQUENTIAL[1:] + GROUPED
+LOW_SCALES = ("expert, low scales", "tensor, low scales", "context, grouped, low scales")
 
 pytestmark = pytest.mark.server
 
@@ -36,8 +30,9 @@ pytestmark = pytest.mark.server
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("layouts")
-    job = launch("--nproc-per-node", "2", str(JOB), str(out))
-    assert job.returncode == 0, job.stderr[-4000:]
+    for ranks in ("2", "4"):
+        job = launch("--nproc-per-node", ranks, str(JOB), str(out))
+        assert job.returncode == 0, job.stderr[-4000:]
     return out
 
 
@@ -51,8 +46,17 @@ def counted(out: Path, layout: str) -> dict[str, Any]:
 
 
 def gradients(out: Path, layout: str) -> dict[str, Tensor]:
-    """Gradients by Hugging Face name, from both ranks: each holds its experts or its stage."""
-    return torch.load(out / f"{layout}.0.pt") | torch.load(out / f"{layout}.1.pt")
+    """Gradients by Hugging Face name, from all ranks: each holds its experts or its stage."""
+    found: dict[str, Tensor] = {}
+    for file in out.glob(f"{layout}.[0-9].pt"):
+        found |= torch.load(file)
+    return found
+
+
+def test_every_layout_of_the_job_is_compared(results: Path) -> None:
+    ran = {file.name.removesuffix(".0.json") for file in results.glob("*.0.json")}
+    assert ran == {"one rank", "one rank, low scales", *LAYOUTS, *LOW_SCALES}
+    assert len(LAYOUTS) >= 30
 
 
 @pytest.mark.parametrize("layout", LAYOUTS + LOW_SCALES)

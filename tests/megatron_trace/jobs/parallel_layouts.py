@@ -1,7 +1,8 @@
 """Run guided training steps under every parallel layout, and write what each computed.
 
-Started on two ranks by `megatron_trace.launch`. Every layout trains on the same four micro-batches
-with the same forged records; the first layout is one rank alone, the others must agree with it.
+Started on two and on four ranks by `megatron_trace.launch`. Every layout trains on the same four
+micro-batches with the same forged records; the first layout of two ranks is one rank alone, the
+others must agree with it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from megatron_trace import (
 from megatron_trace.hf import build_model, load_hf, transformer_config
 from megatron_trace.hf.local_part import LocalPart
 from megatron_trace.hf.mapping import split, unshard
+from megatron_trace.parallel import ContextParallel
 from megatron_trace.records.report import Report
 
 Batches = Iterable[tuple[list[Tensor], Any]]
@@ -58,20 +60,23 @@ PIPELINE = {"pipeline_model_parallel_size": 2}
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 GROUPED = {"moe_grouped_gemm": True}
 
-LAYOUTS: dict[str, dict[str, Any]] = {
+CONTEXT = {"context_parallel_size": 2}
+# gloo gathers no parts of different sizes, which experts that are split over tensor ranks need.
+WHOLE_EXPERTS = {"expert_tensor_parallel_size": 1}
+EXPERT_OF_FOUR = {"expert_model_parallel_size": 4} | WHOLE_EXPERTS
+
+TWO_RANKS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "expert": EXPERT,
     "expert, allgather": EXPERT | ALLGATHER,
     "tensor": TENSOR,
     "tensor, fetched": TENSOR,
     "tensor, allgather": TENSOR | ALLGATHER,
-    "tensor and expert": TENSOR | EXPERT | {"expert_tensor_parallel_size": 1},
-    "grouped": GROUPED,
-    "expert, grouped": EXPERT | GROUPED,
-    "expert, allgather, grouped": EXPERT | ALLGATHER | GROUPED,
-    "tensor, grouped": TENSOR | GROUPED,
-    "tensor and expert, grouped": TENSOR | EXPERT | {"expert_tensor_parallel_size": 1} | GROUPED,
-    "pipeline, grouped": PIPELINE | FULL_RECOMPUTE | GROUPED,
+    "tensor and expert": TENSOR | EXPERT | WHOLE_EXPERTS,
+    "context": CONTEXT,
+    "context, recomputed": CONTEXT | FULL_RECOMPUTE,
+    "context and expert": CONTEXT | EXPERT,
+    "context and expert, allgather": CONTEXT | EXPERT | ALLGATHER,
     "pipeline": PIPELINE | FULL_RECOMPUTE,
     "interleaved pipeline": PIPELINE
     | FULL_RECOMPUTE
@@ -79,9 +84,29 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     # apart by NCCL's order of posting, which gloo does not have.
     | {"virtual_pipeline_model_parallel_size": 2, "batch_p2p_comm": False},
 }
+FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "expert of four": EXPERT_OF_FOUR,
+    "tensor and expert of four": TENSOR | EXPERT_OF_FOUR,
+    "tensor by expert": TENSOR | EXPERT | WHOLE_EXPERTS,
+    "context by tensor": CONTEXT | TENSOR,
+    "context by tensor and expert": CONTEXT | TENSOR | EXPERT | WHOLE_EXPERTS,
+    "context, tensor and expert of four": CONTEXT | TENSOR | EXPERT_OF_FOUR,
+    "context by pipeline": CONTEXT | PIPELINE | FULL_RECOMPUTE,
+    "pipeline by expert": PIPELINE | EXPERT | FULL_RECOMPUTE,
+    "pipeline by tensor": PIPELINE | TENSOR | FULL_RECOMPUTE,
+}
+
+
+def with_grouped(layouts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Every layout with sequential experts, and with grouped ones."""
+    grouped = {f"{name}, grouped": layout | GROUPED for name, layout in layouts.items()}
+    return layouts | grouped
+
+
+LAYOUTS = {2: with_grouped(TWO_RANKS), 4: with_grouped(FOUR_RANKS)}
 
 # Two bits of a scale are read beside the block that the rank itself computes.
-LOW_SCALES = ("one rank", "expert", "tensor")
+LOW_SCALES = ("one rank", "expert", "tensor", "context, grouped")
 
 
 def forged_records(sequences: list[Tensor], record: RecordLayout) -> list[Any]:
@@ -168,6 +193,7 @@ def fetched(batches: Batches, models: list[Any]) -> Batches:
 def train_step(batches: Batches, models: list[Any], count: int) -> tuple[float, Report]:
     """Forward and backward of `count` micro-batches; loss and counts summed over ranks."""
     losses: list[float] = []
+    context = ContextParallel.current()
 
     def forward_step(data: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
         sequences, micro_batch, tokens = next(data)
@@ -175,14 +201,19 @@ def train_step(batches: Batches, models: list[Any], count: int) -> tuple[float, 
         future = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
         positions = torch.arange(length).expand_as(tokens)
         known = torch.stack([torch.arange(length) < len(t) - 1 for t in sequences])
+        labels = torch.roll(tokens, -1, 1)
+        mine = context.kept([0, length])
+        tokens, positions, labels, known = (
+            each[:, mine] for each in (tokens, positions, labels, known)
+        )
         with guide(micro_batch):
-            labels = torch.roll(tokens, -1, 1)
             out = model(tokens, positions, future, labels=labels)
 
         def loss_of(loss_bs: Tensor) -> tuple[Tensor, dict[str, float]]:
             loss = loss_bs[known].sum()
             losses.append(loss.item())
-            return loss * count, {}  # the schedule divides by the number of micro-batches
+            # The schedule divides by the number of micro-batches, and multiplies by context ranks.
+            return loss * count / context.size, {}
 
         return out, loss_of
 
@@ -209,7 +240,7 @@ def whole_gradients(model: Any) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         source = part.source(name)
         replicas = (
-            parallel_state.get_data_parallel_group()
+            parallel_state.get_data_parallel_group(with_context_parallel=True)
             if source.expert is None
             else parallel_state.get_expert_data_parallel_group()
         )
@@ -258,8 +289,10 @@ def run_layout(
 def main(out: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    runs = [(name, layout, 8) for name, layout in LAYOUTS.items()]
-    runs += [(f"{name}, low scales", LAYOUTS[name], 2) for name in LOW_SCALES]
+    layouts = LAYOUTS[dist.get_world_size()]
+    runs = [(name, layout, 8) for name, layout in layouts.items()]
+    low = [name for name in LOW_SCALES if name in layouts]
+    runs += [(f"{name}, low scales", layouts[name], 2) for name in low]
     for name, layout, scale_bits in runs:
         loss, report, grads = run_layout(layout, scale_bits, through_bridge="fetched" in name)
         counts = {f"{site} {layer}": asdict(c) for (site, layer), c in report.counts.items()}

@@ -231,7 +231,6 @@ def test_a_forward_of_other_tokens_than_the_micro_batchs_is_refused(
 
 
 UNSUPPORTED_SETTINGS = (
-    ("context_parallel_size", 2, "context_parallel_size"),
     ("multi_latent_attention", True, "plain attention"),
     ("experimental_attention_variant", "gated_delta_net", "plain attention"),
     ("use_transformer_engine_op_fuser", True, "use_transformer_engine_op_fuser=False"),
