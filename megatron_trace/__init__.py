@@ -15,10 +15,14 @@ if TYPE_CHECKING:
     from megatron_trace.records.fetch import fetch_records
     from megatron_trace.records.guidance import Guidance
     from megatron_trace.records.microbatch import GuidedMicroBatch
+    from megatron_trace.telemetry.log_prob_gap import LogProbGap
+    from megatron_trace.telemetry.log_probs import token_logprobs
+    from megatron_trace.telemetry.step_metrics import step_metrics, write_step
 
 __all__ = [
     "Guidance",
     "GuidedMicroBatch",
+    "LogProbGap",
     "TraceTrainerConfig",
     "bind_micro_batch",
     "disable_fp4",
@@ -26,6 +30,9 @@ __all__ = [
     "fetch_records",
     "free_rounded_weights",
     "guide",
+    "step_metrics",
+    "token_logprobs",
+    "write_step",
 ]
 
 _HOME = {
@@ -38,6 +45,10 @@ _HOME = {
     "fetch_records": "records.fetch",
     "free_rounded_weights": "enable",
     "guide": "context",
+    "LogProbGap": "telemetry.log_prob_gap",
+    "step_metrics": "telemetry.step_metrics",
+    "token_logprobs": "telemetry.log_probs",
+    "write_step": "telemetry.step_metrics",
 }
 
 

@@ -10,13 +10,12 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from bridge.client.client import TraceClient
 from bridge.layout import Site, deeper_half
-from examples.demo.gap import Gap
 from examples.demo.low_scales import describe_scales
 from examples.demo.policy import fetch, logprobs, micro_batch, packs
 from examples.demo.rollout import Sample
 from examples.demo.stages import report_progress
-from megatron_trace import Guidance, disable_fp4, enable_fp4
-from megatron_trace.records.report import Report
+from megatron_trace import Guidance, LogProbGap, disable_fp4, enable_fp4
+from megatron_trace.telemetry.report import Report
 
 PAPER_SITES = (Site.FC1, Site.K, Site.V, Site.ROUTES)
 ALL_SITES = tuple(Site)
@@ -52,26 +51,26 @@ def compare(
     """Log-prob gaps and code agreement of every variant, and the gap of BF16 on both sides."""
     todo = [(pack, fetch(client, pack)) for pack in packs(full)]
     chosen = variants(model.config.num_layers)
-    gaps = {"bf16": _bf16_gap(model, bf16).summary()}
+    gaps = {"bf16": _bf16_gap(model, bf16).summary().to_dict()}
     agreement = {}
     enable_fp4(model)
     for done, (name, guidance) in enumerate(chosen.items()):
         report_progress(done, len(chosen))
-        gap, report = Gap(), Report({})
+        gap, report = LogProbGap(), Report({})
         for pack, records in todo:
             batch = micro_batch(records, pack, guidance, pack.samples[0].weight_version)
-            gap.add(pack, logprobs(model, pack, batch))
+            gap.add(logprobs(model, pack, batch), pack.rollout_logprobs, pack.sampled)
             report += batch.report()
-        gaps[name] = gap.summary()
+        gaps[name] = gap.summary().to_dict()
         agreement[name] = _agreement(report, guidance, model.config.num_layers)
     return {"logprob_gap": gaps, "agreement": agreement}
 
 
-def _bf16_gap(model: GPTModel, samples: list[Sample]) -> Gap:
-    gap = Gap()
+def _bf16_gap(model: GPTModel, samples: list[Sample]) -> LogProbGap:
+    gap = LogProbGap()
     disable_fp4(model)
     for pack in packs(samples):
-        gap.add(pack, logprobs(model, pack, None))
+        gap.add(logprobs(model, pack, None), pack.rollout_logprobs, pack.sampled)
     return gap
 
 

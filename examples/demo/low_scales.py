@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_trace.records.report import SiteCount
+from megatron_trace.telemetry.report import SiteCount
 
 
 def describe_scales(count: SiteCount) -> dict[str, Any]:

@@ -21,15 +21,14 @@ from torch import Tensor
 
 from bridge.client.client import TraceClient
 from bridge.client.records import TrajectoryRecords
-from examples.demo.gap import Gap
 from examples.demo.grpo import clipped_loss, group_advantages
 from examples.demo.low_scales import describe_scales
 from examples.demo.policy import Pack, fetch, logprobs, micro_batch, packs
 from examples.demo.rollout import Sample
 from examples.demo.stages import report_progress
-from megatron_trace import Guidance, enable_fp4
+from megatron_trace import Guidance, LogProbGap, enable_fp4
 from megatron_trace.hf import export_hf, weight_digests
-from megatron_trace.records.report import Report
+from megatron_trace.telemetry.report import Report
 
 # Large for a real model; here one step has to move weights across FP4 boundaries to show anything.
 LEARNING_RATE = 1e-3
@@ -45,7 +44,7 @@ def step(
     rewards_N = torch.tensor([s.reward for s in samples])
     advantages_N = group_advantages(rewards_N, torch.tensor([s.group for s in samples]))
     drawn = sum(sum(s.sampled) for s in samples)
-    gap, report, loss_sum = Gap(), Report({}), 0.0
+    gap, report, loss_sum = LogProbGap(), Report({}), 0.0
     todo, first = list(packs(samples)), 0
     for done, pack in enumerate(todo):
         report_progress(done, len(todo))
@@ -55,7 +54,7 @@ def step(
         advantages_T = _per_token(advantages_N[first : first + len(pack.samples)], pack)
         loss = clipped_loss(logprobs_T, pack.rollout_logprobs, advantages_T, pack.sampled) / drawn
         loss.backward()
-        gap.add(pack, logprobs_T)
+        gap.add(logprobs_T, pack.rollout_logprobs, pack.sampled)
         report += batch.report()
         loss_sum += loss.item()
         first += len(pack.samples)
@@ -66,7 +65,7 @@ def step(
         "loss": loss_sum,
         "grad_norm": float(grad_norm),
         "reward_mean": rewards_N.mean().item(),
-        "logprob_gap": gap.summary(),
+        "logprob_gap": gap.summary().to_dict(),
         "records": describe_records(client, samples, report),
         "weights": weights,
     }
@@ -76,15 +75,15 @@ def step(
 def check(model: GPTModel, samples: list[Sample], client: TraceClient) -> dict[str, Any]:
     """The guided log-prob gap of a rollout made with the model's own weights."""
     enable_fp4(model)
-    gap, report = Gap(), Report({})
+    gap, report = LogProbGap(), Report({})
     for pack in packs(samples):
         version = pack.samples[0].weight_version
         batch = micro_batch(fetch(client, pack), pack, Guidance(), version)
-        gap.add(pack, logprobs(model, pack, batch))
+        gap.add(logprobs(model, pack, batch), pack.rollout_logprobs, pack.sampled)
         report += batch.report()
     return {
         "reward_mean": sum(s.reward for s in samples) / len(samples),
-        "logprob_gap": gap.summary(),
+        "logprob_gap": gap.summary().to_dict(),
         "records": describe_records(client, samples, report),
         "weights": compare_weights(model, client, samples[0].weight_version),
     }

@@ -27,9 +27,9 @@ from megatron_trace.records.coverage import Coverage
 from megatron_trace.records.guidance import Guidance, GuidanceError
 from megatron_trace.records.input_check import ForwardCheck
 from megatron_trace.records.record_check import check_kv_scales, check_rows
-from megatron_trace.records.report import Report, SiteCount
 from megatron_trace.records.token_placement import Placement
 from megatron_trace.rounding.rows import COUNTER_LANES, Counter, Following, RowState, SiteRows
+from megatron_trace.telemetry.report import Report, SiteCount
 
 if TYPE_CHECKING:
     from bridge.client.records import TrajectoryRecords

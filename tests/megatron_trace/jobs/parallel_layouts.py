@@ -43,7 +43,7 @@ from megatron_trace.hf import build_model, load_hf, transformer_config
 from megatron_trace.hf.local_part import LocalPart
 from megatron_trace.hf.mapping import split, unshard
 from megatron_trace.parallel import ContextParallel
-from megatron_trace.records.report import Report
+from megatron_trace.telemetry.report import Report
 
 Batches = Iterable[tuple[list[Tensor], Any]]
 

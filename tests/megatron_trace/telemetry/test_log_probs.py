@@ -8,7 +8,7 @@ import torch
 def test_log_probabilities_are_those_of_a_float32_softmax(
     one_rank: Any, dtype: torch.dtype
 ) -> None:
-    from megatron_trace.logprobs import token_logprobs
+    from megatron_trace.telemetry.log_probs import token_logprobs
 
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(2, 5, 11, generator=generator)).to(dtype).requires_grad_()

@@ -7,8 +7,9 @@ blocks of 16 values, so the counts of the ranks of one model add up.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from operator import add
+from typing import Any
 
 from bridge.layout import Site
 
@@ -91,6 +92,16 @@ class Report:
             if site in chosen and (kept is None or layer in kept)
         )
         return sum(picked, SiteCount())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all counts by site and layer, and their sums, for JSON."""
+        return {
+            "total": asdict(self.total()),
+            "sites": [
+                {"site": str(site), "layer": layer, **asdict(count)}
+                for (site, layer), count in sorted(self.counts.items())
+            ],
+        }
 
     def __add__(self, other: Report) -> Report:
         keys = sorted(self.counts.keys() | other.counts.keys())
