@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from megatron_trace.context import guide
     from megatron_trace.enable import disable_fp4, enable_fp4, free_rounded_weights
     from megatron_trace.hooks import bind_micro_batch
+    from megatron_trace.records.feed import MicroBatchRequest, RecordFeed
     from megatron_trace.records.fetch import fetch_records
     from megatron_trace.records.guidance import Guidance
     from megatron_trace.records.microbatch import GuidedMicroBatch
@@ -23,6 +24,8 @@ __all__ = [
     "Guidance",
     "GuidedMicroBatch",
     "LogProbGap",
+    "MicroBatchRequest",
+    "RecordFeed",
     "TraceTrainerConfig",
     "bind_micro_batch",
     "disable_fp4",
@@ -45,6 +48,8 @@ _HOME = {
     "fetch_records": "records.fetch",
     "free_rounded_weights": "enable",
     "guide": "context",
+    "MicroBatchRequest": "records.feed",
+    "RecordFeed": "records.feed",
     "LogProbGap": "telemetry.log_prob_gap",
     "step_metrics": "telemetry.step_metrics",
     "token_logprobs": "telemetry.log_probs",

@@ -7,6 +7,8 @@ optimizer step. The modes take turns on one model, so that all see the same mach
   nearest     experts, keys and values in FP4, rounded to nearest
   guided      records of fc1, K, V and routes followed in every layer
   guided_fc2  fc2 too
+  live        as guided, each step with records of its own that a running bridge sends; `waited_ms`
+              is how long a step waited for them
 
 A figure is the median over rounds of one step between two events. Peak memory is that of a mode's
 steps: parameters, FP32 gradients, Adam's state and activations included.
@@ -28,6 +30,7 @@ import typer
 
 from benchmarks.command_line import command_line
 from benchmarks.gpu_timing import git_commit
+from benchmarks.trainer_step.live import measure_live
 from benchmarks.trainer_step.model import SEQUENCE, VOCABULARY, Trainer, start_one_rank
 from benchmarks.trainer_step.records import random_records
 from bridge.layout import RecordLayout, Site
@@ -45,13 +48,18 @@ SITES = {
     "guided": (Site.FC1, Site.K, Site.V, Site.ROUTES),
     "guided_fc2": (Site.FC1, Site.FC2, Site.K, Site.V, Site.ROUTES),
 }
-MODES = ("bf16", "nearest", *SITES)
+MODES = ("bf16", "nearest", *SITES, "live")
+LIVE_STEPS = 10
+
+
+def layout_of(trainer: Trainer, sites: tuple[Site, ...], layers: int) -> RecordLayout:
+    """One bit of every layer."""
+    return RecordLayout(shape_of(trainer.model.config), tuple(range(layers)), sites, bits=1)
 
 
 def micro_batch(trainer: Trainer, sites: tuple[Site, ...], layers: int) -> GuidedMicroBatch:
     """Records of all layers for the trainer's tokens."""
-    config = trainer.model.config
-    layout = RecordLayout(shape_of(config), tuple(range(layers)), sites, bits=1)
+    layout = layout_of(trainer, sites, layers)
     tokens = trainer.tokens.cpu()
     records = [random_records(f"t{i}", row, layout) for i, row in enumerate(tokens)]
     return GuidedMicroBatch.from_records(
@@ -81,7 +89,7 @@ def in_mode(trainer: Trainer, mode: str) -> Iterator[None]:
 
 
 def measure(trainer: Trainer, layers: int, rounds: int, modes: list[str]) -> list[dict[str, Any]]:
-    """All modes at the trainer's number of tokens."""
+    """All modes but live at the trainer's number of tokens."""
     batches = {mode: micro_batch(trainer, SITES[mode], layers) for mode in modes if mode in SITES}
     times: dict[str, list[float]] = {mode: [] for mode in modes}
     peaks = dict.fromkeys(modes, 0)
@@ -107,6 +115,14 @@ def measure(trainer: Trainer, layers: int, rounds: int, modes: list[str]) -> lis
     ]
 
 
+def live(trainer: Trainer, layers: int) -> dict[str, Any]:
+    """Guided steps with records from a running bridge."""
+    layout = layout_of(trainer, SITES["guided"], layers)
+    with in_mode(trainer, "live"):
+        found = measure_live(trainer, layout, LIVE_STEPS)
+    return {"layers": layers, "tokens": trainer.tokens.numel(), "mode": "live", **found}
+
+
 def profile(trainer: Trainer, layers: int, mode: str) -> None:
     """Print where one step spends the device's and the host's time."""
     from torch.profiler import ProfilerActivity
@@ -127,7 +143,7 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for tokens in sorted({row["tokens"] for row in rows}):
         ms = {row["mode"]: row["ms"] for row in rows if row["tokens"] == tokens}
-        gb = {row["mode"]: row["peak_gb"] for row in rows if row["tokens"] == tokens}
+        gb = {row["mode"]: row.get("peak_gb", 0) for row in rows if row["tokens"] == tokens}
         pairs = [("nearest", "bf16"), ("guided", "nearest"), ("guided_fc2", "nearest")]
         pairs.append(("guided", "bf16"))
         entry: dict[str, Any] = {"tokens": tokens}
@@ -154,7 +170,11 @@ def main(
     for size in map(int, tokens.split(",")):
         shape = (size // SEQUENCE, SEQUENCE)
         trainer.tokens = torch.randint(VOCABULARY, shape, device="cuda")
-        for row in measure(trainer, layers, rounds, modes.split(",")):
+        chosen = modes.split(",")
+        found_rows = measure(trainer, layers, rounds, [mode for mode in chosen if mode != "live"])
+        if "live" in chosen:
+            found_rows.append(live(trainer, layers))
+        for row in found_rows:
             rows.append(row)
             print(json.dumps(row), flush=True)
     found = {

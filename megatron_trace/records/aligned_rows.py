@@ -80,9 +80,13 @@ class PlacedRows:
         return self.forward_state if part is Part.FORWARD else self.kv_state
 
     def to(self, device: torch.device | str) -> PlacedRows:
-        """Copy the rows to `device`."""
-        moved = {name: getattr(self, name).to(device) for name in self.__dataclass_fields__}
-        return replace(self, **moved)
+        """Copy the rows to `device`; to a GPU from pinned memory, without waiting for the copy."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        if torch.device(device).type == "cuda" and not self.forward_rows.is_cuda:
+            fields = {name: rows.pin_memory() for name, rows in fields.items()}
+        return replace(
+            self, **{name: rows.to(device, non_blocking=True) for name, rows in fields.items()}
+        )
 
 
 def place_rows(

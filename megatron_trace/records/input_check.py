@@ -64,6 +64,10 @@ class ForwardCheck:
         self._checked_params: Any = None
         self._pending: list[_Pending] = []
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return what lies on the device."""
+        return self._tokens_N, self._real_N, self._lengths_k, self._starts_k
+
     def check_tokens(self, input_ids: Tensor) -> None:
         """Compare the token ids that the model embeds: [b, s], or packed [1, t]."""
         if input_ids.numel() != self._num_tokens:

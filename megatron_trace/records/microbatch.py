@@ -144,6 +144,12 @@ class GuidedMicroBatch:
         self.check.settle()
         self.coverage.require(self._sites)
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Say that a stream uses the records, which another stream has copied to the device."""
+        rows = (getattr(self.rows, name) for name in self.rows.__dataclass_fields__)
+        for tensor in (*rows, self._counts, *self.check.tensors()):
+            tensor.record_stream(stream)
+
     @property
     def num_tokens(self) -> int:
         """N, the tokens the model computes, padding included."""
