@@ -17,8 +17,8 @@ class CorruptMessage(TraceError):
     """A message is truncated, oversized or fails its checksum."""
 
 
-class RegionOutOfReach(TraceError):
-    """Rows stand in memory of a client that the daemon cannot read: they have to be sent."""
+class ShmUnreachable(TraceError):
+    """The daemon cannot read a peer's shared memory: the rows must be sent through the socket."""
 
 
 class LayoutError(TraceError):

@@ -88,7 +88,7 @@ def replies(endpoint: str, names: Sequence[str]) -> list[Frames]:
     """Return the messages with which a bridge answers a fetch of whole trajectories by socket."""
     messages: list[Frames] = []
     with closing(BridgeConnection(endpoint)) as connection:
-        connection._lender = None  # no rows in memory that is used again
+        connection._shm_receiver = None  # no rows in memory that is used again
         paging = Paging(connection, time.monotonic() + 600)
         for name in names:
             at, end = 0, 1

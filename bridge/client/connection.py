@@ -12,12 +12,12 @@ from typing import TypeVar
 
 import zmq
 
-from bridge.client.shm_receiver import Lender
+from bridge.client.shm_receiver import ShmReceiver
 from bridge.errors import BridgeUnreachable, CorruptMessage
 from bridge.transport.loopback import is_loopback
 from bridge.transport.receiving import received
 from bridge.transport.sockets import Dialer, queue_for_sending
-from bridge.wire import Error, Fetch, Message, PageRows, PlacedRows, decode, encode
+from bridge.wire import Error, Fetch, Message, PageRows, ShmPageRows, decode, encode
 from bridge.wire.refusal import exception
 
 Reply = TypeVar("Reply", bound=Message)
@@ -32,15 +32,15 @@ class Connection:
         self._socket = self._dialer.dial(self._context)
         self._next_seq = 0
         self._due: dict[int, deque[Message]] = {}
-        self._lender = Lender() if is_loopback(endpoint) else None
+        self._shm_receiver = ShmReceiver() if is_loopback(endpoint) else None
 
     def say(self, question: Message) -> int:
         """Send a question; return the number under which its reply is asked for."""
         seq = self._next_seq
         self._next_seq += 1
         self._due[seq] = deque()
-        if self._lender is not None and isinstance(question, Fetch):
-            question = replace(question, place=self._lender.lend(seq))
+        if self._shm_receiver is not None and isinstance(question, Fetch):
+            question = replace(question, buffer=self._shm_receiver.acquire(seq))
         queue_for_sending(self._socket, encode(question, seq))
         return seq
 
@@ -66,9 +66,9 @@ class Connection:
             CorruptMessage: what was copied are not the rows that the bridge sent.
         """
         reply = self._told(seq, end)
-        if isinstance(reply, PlacedRows) and self._lender is not None:
-            yield self._lender.rows(seq, reply)
-            self._lender.check(seq, reply)
+        if isinstance(reply, ShmPageRows) and self._shm_receiver is not None:
+            yield self._shm_receiver.rows(seq, reply)
+            self._shm_receiver.check(seq, reply)
         elif isinstance(reply, PageRows):
             yield reply
         else:
@@ -90,13 +90,13 @@ class Connection:
     def forget(self, seqs: Iterable[int]) -> None:
         """Be done with questions: what still comes in reply is thrown away."""
         for seq in seqs:
-            if self._due.pop(seq, None) is not None and self._lender is not None:
-                self._lender.abandon(seq)
+            if self._due.pop(seq, None) is not None and self._shm_receiver is not None:
+                self._shm_receiver.abandon(seq)
 
     def close(self) -> None:
         """Close the socket."""
-        if self._lender is not None:
-            self._lender.close()
+        if self._shm_receiver is not None:
+            self._shm_receiver.close()
         self._context.destroy(linger=0)
 
     def _told(self, seq: int, end: float) -> Message:
@@ -131,12 +131,12 @@ class Connection:
         return found.popleft()
 
     def _whole(self, seq: int) -> None:
-        if self._lender is not None:
-            self._lender.take_back(seq)
+        if self._shm_receiver is not None:
+            self._shm_receiver.release(seq)
 
     def _start_anew(self) -> None:
         self._due.clear()
-        if self._lender is not None:
-            self._lender.close()
+        if self._shm_receiver is not None:
+            self._shm_receiver.close()
         self._socket.close(linger=0)
         self._socket = self._dialer.dial(self._context)

@@ -14,8 +14,7 @@ from bridge.errors import CorruptMessage, UnknownTrajectory
 from bridge.layout import Part
 from bridge.wire import Fetch, FetchReply, PageRows
 
-# An answer that is on its way has a place in memory that is lent
-# (`bridge.transport.shared_memory.PLACES`).
+# Every page in flight has a shared-memory buffer (`bridge.transport.shared_memory.BUFFERS`).
 _PAGES_AHEAD = 2
 _TRAJECTORIES_AHEAD = 2
 

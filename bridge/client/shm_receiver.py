@@ -1,4 +1,4 @@
-"""Which answer a client has lent which place of its memory (`bridge.transport.shared_memory`)."""
+"""The client's end of the shared-memory transport (`bridge.transport.shared_memory`)."""
 
 from __future__ import annotations
 
@@ -7,89 +7,89 @@ from contextlib import suppress
 import numpy as np
 
 from bridge.errors import CorruptMessage
-from bridge.transport.shared_memory import STAMP_BYTES, Region, stamped
-from bridge.wire import PageRows, Place, PlacedRows
+from bridge.transport.shared_memory import STAMP_BYTES, ShmSegment, stamped
+from bridge.wire import BufferHandle, PageRows, ShmPageRows
 
-_NOT_LENT = "rows arrived for memory that was not lent to them; fetch again"
+_NO_BUFFER = "rows arrived in shared memory that was not offered for them; fetch again"
 
 
-class Lender:
-    """The places of one connection; a new connection has a new lender.
+class ShmReceiver:
+    """The buffers of one connection; a new connection has a new receiver.
 
-    A bridge may still write to the place of an answer that nobody waits for any more. Such a place
-    is not lent again: once nothing else is lent either, there is new memory.
+    The daemon may still write to the buffer of a cancelled request, so such a buffer is abandoned.
+    Once no other buffer is in use, the receiver replaces the whole segment.
     """
 
     def __init__(self) -> None:
-        self._region: Region | None = None
-        self._lent: dict[int, Place] = {}
+        self._segment: ShmSegment | None = None
+        self._in_use: dict[int, BufferHandle] = {}
         self._is_abandoned = False
-        self._refused = False
+        self._is_unavailable = False
 
-    def lend(self, seq: int) -> Place | None:
-        """Return a place for the answer ``seq``, None if it has to come through the socket."""
-        if self._refused:
+    def acquire(self, seq: int) -> BufferHandle | None:
+        """Return a buffer for the reply ``seq``, None if it has to come through the socket."""
+        if self._is_unavailable:
             return None
-        if self._is_abandoned and not self._lent:
+        if self._is_abandoned and not self._in_use:
             self.close()
-        if self._region is None:
-            self._region = self._new_region()
-        place = None if self._region is None else self._region.borrow()
-        if place is not None:
-            self._lent[seq] = place
-        return place
+        if self._segment is None:
+            self._segment = self._new_segment()
+        buffer = None if self._segment is None else self._segment.acquire()
+        if buffer is not None:
+            self._in_use[seq] = buffer
+        return buffer
 
-    def rows(self, seq: int, placed: PlacedRows) -> PageRows:
-        """Return rows as they stand in the place of answer ``seq``; copy them, then `check`.
+    def rows(self, seq: int, page: ShmPageRows) -> PageRows:
+        """Return a view of the rows in the buffer of reply ``seq``; copy them, then `check`.
 
         Raises:
-            CorruptMessage: they cannot stand there.
+            CorruptMessage: they do not fit the buffer.
         """
-        view = self._view(seq, placed)
-        rows_VW = np.frombuffer(view, dtype=np.uint8).reshape(-1, placed.row_bytes)
-        return PageRows(placed.part, placed.begin, placed.valid, rows_VW)
+        view = self._view(seq, page)
+        rows_VW = np.frombuffer(view, dtype=np.uint8).reshape(-1, page.row_bytes)
+        return PageRows(page.part, page.begin, page.valid, rows_VW)
 
-    def check(self, seq: int, placed: PlacedRows) -> None:
-        """Raise CorruptMessage unless nothing has been written over the rows of `rows` since."""
-        if stamped(self._memory(seq)) != placed.stamp:
+    def check(self, seq: int, page: ShmPageRows) -> None:
+        """Raise CorruptMessage if the rows of `rows` have been overwritten since."""
+        if stamped(self._memory(seq)) != page.stamp:
             raise CorruptMessage(
                 "rows in shared memory have another stamp: the bridge wrote there again, as if it "
                 "had been asked twice; fetch again"
             )
 
-    def take_back(self, seq: int) -> None:
-        """Lend the place of an answer again that has come to its end."""
-        place = self._lent.pop(seq, None)
-        if place is not None and self._region is not None:
-            self._region.give_back(place)
+    def release(self, seq: int) -> None:
+        """Release the buffer of a reply that is complete."""
+        buffer = self._in_use.pop(seq, None)
+        if buffer is not None and self._segment is not None:
+            self._segment.release(buffer)
 
     def abandon(self, seq: int) -> None:
-        """Leave the place to an answer that nobody waits for any more."""
-        if self._lent.pop(seq, None) is not None:
+        """Abandon the buffer of a cancelled request."""
+        if self._in_use.pop(seq, None) is not None:
             self._is_abandoned = True
 
     def close(self) -> None:
-        """Let go of the memory."""
-        self._lent.clear()
+        """Close the segment."""
+        self._in_use.clear()
         self._is_abandoned = False
-        if self._region is not None:
-            self._region.close()
-            self._region = None
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
 
-    def _new_region(self) -> Region | None:
+    def _new_segment(self) -> ShmSegment | None:
         with suppress(OSError, AttributeError):  # no memfd_create
-            return Region()
-        self._refused = True
+            return ShmSegment()
+        self._is_unavailable = True
         return None
 
-    def _view(self, seq: int, placed: PlacedRows) -> memoryview:
+    def _view(self, seq: int, page: ShmPageRows) -> memoryview:
         rows = self._memory(seq)[STAMP_BYTES:]
-        if placed.at + placed.nbytes > len(rows):
-            raise CorruptMessage(_NOT_LENT)
-        return rows[placed.at : placed.at + placed.nbytes]
+        if page.at + page.nbytes > len(rows):
+            raise CorruptMessage(_NO_BUFFER)
+        return rows[page.at : page.at + page.nbytes]
 
     def _memory(self, seq: int) -> memoryview:
-        place = self._lent.get(seq)
-        if place is None or self._region is None:
-            raise CorruptMessage(_NOT_LENT)
-        return self._region.memory(place)
+        buffer = self._in_use.get(seq)
+        if buffer is None or self._segment is None:
+            raise CorruptMessage(_NO_BUFFER)
+        return self._segment.memory(buffer)

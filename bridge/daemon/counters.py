@@ -8,7 +8,7 @@ from bridge.errors import TraceError
 from bridge.index import Told
 from bridge.layout import Part
 from bridge.observe.histogram import Durations
-from bridge.wire import Block, PageRows, PlacedRows
+from bridge.wire import Block, PageRows, ShmPageRows
 
 
 class Flow:
@@ -30,7 +30,7 @@ class Flow:
             self.rows_received[told.part] += len(told.rows)
             self.bytes_received[told.part] += len(told.rows) * told.row_bytes
 
-    def send(self, piece: PageRows | PlacedRows) -> None:
+    def send(self, piece: PageRows | ShmPageRows) -> None:
         """Count the rows and record bytes of a part of a page; missing rows have neither."""
         self.rows_sent[piece.part] += piece.count
         self.bytes_sent[piece.part] += piece.nbytes

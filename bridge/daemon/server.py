@@ -36,7 +36,6 @@ from bridge.wire import (
     Digests,
     Fetch,
     Gc,
-    LentRows,
     List,
     Message,
     Observe,
@@ -44,9 +43,10 @@ from bridge.wire import (
     PageRows,
     Pin,
     Ping,
-    PlacedRows,
     Policy,
     Pong,
+    RowsInShm,
+    ShmPageRows,
     Stats,
 )
 from bridge.wire.codec import parsed
@@ -166,7 +166,7 @@ class Daemon:
             envelope = unseal(frames)
             seq = envelope.seq  # of what is intact and refused all the same
             message = parsed(envelope)
-            if isinstance(message, LentRows):
+            if isinstance(message, RowsInShm):
                 message = self._regions.rows(peer, message)
             if isinstance(message, Ingested):
                 self._ingest.take(peer, message, seq)
@@ -216,10 +216,10 @@ class Daemon:
         if not isinstance(message, Fetch):
             yield self._reply(message)
             return
-        memory = self._regions.landing(peer, message.place, seq)
+        memory = self._regions.landing(peer, message.buffer, seq)
         landing = None if memory is None else Landing(memory)
         for reply in self._fetching.answer(message, landing, self._room(peer)):
-            if isinstance(reply, PageRows | PlacedRows):
+            if isinstance(reply, PageRows | ShmPageRows):
                 self._flow.send(reply)
             yield reply
 

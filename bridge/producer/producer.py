@@ -24,13 +24,13 @@ from bridge.errors import (
     BridgeUnreachable,
     CorruptMessage,
     EngineIdTaken,
-    RegionOutOfReach,
+    ShmUnreachable,
     StoreFull,
     TraceError,
     UnknownEngine,
 )
 from bridge.layout import Part, RecordLayout, Shard
-from bridge.producer.shm_sender import Placing
+from bridge.producer.shm_sender import ShmSender
 from bridge.transport.loopback import is_loopback
 from bridge.transport.sockets import Dialer, queue_for_sending
 from bridge.wire import (
@@ -38,9 +38,9 @@ from bridge.wire import (
     Dropped,
     Error,
     Hello,
-    LentRows,
     Message,
     Rows,
+    RowsInShm,
     Trajectory,
     TrajectoryState,
     WeightDigests,
@@ -70,13 +70,13 @@ class Overflow(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Unacknowledged:
-    """``lent`` says where rows stand that were not sent themselves."""
+    """``in_shm`` is the handle of rows that were put into shared memory."""
 
     frames: list[Buffer]
     nbytes: int
     part: Part | None
     rows: int
-    lent: LentRows | None = None
+    in_shm: RowsInShm | None = None
 
 
 _NOTHING = _Unacknowledged([], 0, None, 0)
@@ -148,7 +148,9 @@ class RecordProducer:
         self._telling_dropped: int | None = None
         self._progress_at = self._heard_at = self._resent_at = time.monotonic()
         self._dialer = Dialer(endpoint, keys)
-        self._placing = Placing(window_bytes, _MESSAGE_BYTES) if is_loopback(endpoint) else None
+        self._shm_sender = (
+            ShmSender(window_bytes, _MESSAGE_BYTES) if is_loopback(endpoint) else None
+        )
         self._context = zmq.Context()
         self._socket = self._dialer.dial(self._context)
 
@@ -306,8 +308,8 @@ class RecordProducer:
     def close(self) -> None:
         """Close the connection at once; call flush() first to be sure of the last records."""
         self._context.destroy(linger=0)
-        if self._placing is not None:
-            self._placing.close()
+        if self._shm_sender is not None:
+            self._shm_sender.close()
 
     def __enter__(self) -> Self:
         return self
@@ -333,20 +335,20 @@ class RecordProducer:
             raise self._fenced
         nbytes = _HEADER_BYTES + sum(memoryview(frame).nbytes for frame in message.frames())
         if self._make_room(nbytes, part):
-            lent = self._put(message)
-            frames = encode(lent or message, self._next_seq)
-            self._keep_and_send(_Unacknowledged(frames, nbytes, part, rows, lent))
+            in_shm = self._put(message)
+            frames = encode(in_shm or message, self._next_seq)
+            self._keep_and_send(_Unacknowledged(frames, nbytes, part, rows, in_shm))
         elif part is not None:
             self.dropped_rows[part] += rows
         self._tell_dropped()
         self._pump(0.0)
         self._raise_failure()
 
-    def _put(self, message: Message) -> LentRows | None:
+    def _put(self, message: Message) -> RowsInShm | None:
         """Put rows where a bridge of this machine reads them; None: they have to be sent."""
-        if self._placing is None or not isinstance(message, Rows):
+        if self._shm_sender is None or not isinstance(message, Rows):
             return None
-        return self._placing.put(message)
+        return self._shm_sender.put(message)
 
     def _keep_and_send(self, message: _Unacknowledged) -> None:
         if not self._kept:
@@ -423,7 +425,7 @@ class RecordProducer:
             self._full = None if rows else self._full
         elif isinstance(message, Error):
             error = exception(message)
-            if isinstance(error, RegionOutOfReach | CorruptMessage) and seq != NO_SEQ:
+            if isinstance(error, ShmUnreachable | CorruptMessage) and seq != NO_SEQ:
                 self._not_read(seq, error)
             elif isinstance(error, UnknownEngine):
                 self._begin_again()  # the daemon was restarted without our history
@@ -445,14 +447,14 @@ class RecordProducer:
         kept = self._kept.get(seq)
         if kept is None:
             return  # a copy of a message that was answered before
-        if kept.lent is None or self._placing is None:
+        if kept.in_shm is None or self._shm_sender is None:
             self._forget(seq)
             self._failures.append(error)
             return
-        if isinstance(error, RegionOutOfReach):
-            self._placing.stop()
-        frames = encode(self._placing.taken_back(kept.lent), seq)
-        self._kept[seq] = replace(kept, frames=frames, lent=None)
+        if isinstance(error, ShmUnreachable):
+            self._shm_sender.stop()
+        frames = encode(self._shm_sender.reclaim(kept.in_shm), seq)
+        self._kept[seq] = replace(kept, frames=frames, in_shm=None)
         queue_for_sending(self._socket, frames)
 
     def _refuse(self, seq: int, error: StoreFull) -> None:
@@ -483,8 +485,8 @@ class RecordProducer:
         """Let go of a message that was answered and return it; an empty one if it was before."""
         kept = self._kept.pop(seq, _NOTHING)
         self._kept_bytes -= kept.nbytes
-        if kept.lent is not None and self._placing is not None:
-            self._placing.take_back(kept.lent)
+        if kept.in_shm is not None and self._shm_sender is not None:
+            self._shm_sender.release(kept.in_shm)
         self._progress_at = time.monotonic()
         return kept
 

@@ -1,8 +1,8 @@
-"""An engine's rows on their way to a bridge of the same machine: put into memory that it reads.
+"""The engine's end of the shared-memory transport (`bridge.transport.shared_memory`).
 
-`bridge.transport.shared_memory` says how. A message keeps its place until it is answered, so that
-it can be sent again, also by itself. Messages differ in size, so several share a slab, one behind
-the other; it is used again when all of them are answered.
+A message keeps its buffer until it is acknowledged, so it can be resent, alone or with others.
+Messages differ in size, so several share a slab, one behind the other. A slab is reused once all
+of its messages are acknowledged.
 """
 
 from __future__ import annotations
@@ -12,79 +12,79 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from bridge.transport.shared_memory import STAMP_BYTES, Region, stamp
-from bridge.wire import LentRows, Place, Rows
+from bridge.transport.shared_memory import STAMP_BYTES, ShmSegment, stamp
+from bridge.wire import BufferHandle, Rows, RowsInShm
+from bridge.wire.buffer import MAX_SEGMENT_BYTES
 from bridge.wire.fields import wire_bytes
-from bridge.wire.place import MAX_REGION_BYTES
 
-# A smaller message costs its own handling and not its bytes.
-_LEAST_BYTES = 256 << 10
-_SLAB_MESSAGES = 4  # of the largest; the more, the less of a slab stays empty at its end
-_SPARE_SLABS = 2  # a slab waits for the last of its messages, the window does not
+# Smaller messages cost their handling, not their bytes.
+_MIN_BYTES = 256 << 10
+_SLAB_MESSAGES = 4  # of the largest size; more messages per slab waste less at its end
+_SPARE_SLABS = 2  # a slab waits for its last message, the window does not
 
 
 @dataclass(slots=True)
 class _Slab:
-    """Room for messages one behind the other: those put there since it was empty."""
+    """Room for messages one behind the other; ``buffers`` are those since it was last empty."""
 
-    room: Place
+    room: BufferHandle
     used: int = 0
     waiting: int = 0
-    places: list[Place] = field(default_factory=list)
+    buffers: list[BufferHandle] = field(default_factory=list)
 
-    def place(self, nbytes: int) -> Place | None:
-        """Return the next place of so many bytes, None if the slab has not so much left."""
+    def allocate(self, nbytes: int) -> BufferHandle | None:
+        """Return the next buffer of ``nbytes``, None if the slab has not that much left."""
         if self.used + STAMP_BYTES + nbytes > STAMP_BYTES + self.room.nbytes:
             return None
-        place = replace(self.room, offset=self.room.offset + self.used, nbytes=nbytes)
+        buffer = replace(self.room, offset=self.room.offset + self.used, nbytes=nbytes)
         self.used += -(-(STAMP_BYTES + nbytes) // STAMP_BYTES) * STAMP_BYTES
         self.waiting += 1
-        self.places.append(place)
-        return place
+        self.buffers.append(buffer)
+        return buffer
 
 
-class Placing:
-    """Places for messages of at most ``message_bytes``, about ``window_bytes`` of them."""
+class ShmSender:
+    """Buffers for messages of at most ``message_bytes``, about ``window_bytes`` in total."""
 
     def __init__(self, window_bytes: int, message_bytes: int) -> None:
         self._message_bytes = message_bytes
         self._slab_bytes = _SLAB_MESSAGES * (message_bytes + STAMP_BYTES) - STAMP_BYTES
-        # The region has a page of its own.
-        most = (MAX_REGION_BYTES - self._slab_bytes) // (self._slab_bytes + STAMP_BYTES)
-        self._slabs = min(window_bytes // self._slab_bytes + _SPARE_SLABS, most)
-        self._region: Region | None = None
+        # The segment's key has a page of its own.
+        max_slabs = (MAX_SEGMENT_BYTES - self._slab_bytes) // (self._slab_bytes + STAMP_BYTES)
+        self._slabs = min(window_bytes // self._slab_bytes + _SPARE_SLABS, max_slabs)
+        self._segment: ShmSegment | None = None
         self._open: _Slab | None = None
         self._free: list[_Slab] = []
         self._slab_of: dict[int, _Slab] = {}
 
-    def put(self, rows: Rows) -> LentRows | None:
-        """Copy the payload of a large message to a place; None if it has to travel itself."""
+    def put(self, rows: Rows) -> RowsInShm | None:
+        """Copy the payload of a large message to a buffer; None: send it through the socket."""
         payload = wire_bytes(rows.payload, np.uint8)
-        if not self._slabs or not _LEAST_BYTES <= payload.nbytes <= self._message_bytes:
+        if not self._slabs or not _MIN_BYTES <= payload.nbytes <= self._message_bytes:
             return None
-        if self._region is None:
-            self._region = self._new_region()
-        place = None if self._region is None else self._next_place(payload.nbytes)
-        if place is None or self._region is None:
+        if self._segment is None:
+            self._segment = self._new_segment()
+        buffer = None if self._segment is None else self._next_buffer(payload.nbytes)
+        if buffer is None or self._segment is None:
             return None
-        memory = self._region.memory(place)
+        memory = self._segment.memory(buffer)
         stamped = stamp(memory)
         memory[STAMP_BYTES : STAMP_BYTES + payload.nbytes] = payload
-        return LentRows(rows.block, place, stamped)
+        return RowsInShm(rows.block, buffer, stamped)
 
-    def taken_back(self, lent: LentRows) -> Rows:
-        """Return the message itself, and use its place again."""
-        assert self._region is not None
-        rows = self._region.memory(lent.place)[STAMP_BYTES:]
-        payload = np.frombuffer(bytes(rows[: lent.nbytes]), np.uint8).reshape(
-            -1, lent.block.row_bytes
+    def reclaim(self, in_shm: RowsInShm) -> Rows:
+        """Return the message with its payload, and release its buffer."""
+        assert self._segment is not None
+        rows = self._segment.memory(in_shm.buffer)[STAMP_BYTES:]
+        payload = np.frombuffer(bytes(rows[: in_shm.nbytes]), np.uint8).reshape(
+            -1, in_shm.block.row_bytes
         )
-        self.take_back(lent)
-        return Rows(lent.block, payload)
+        self.release(in_shm)
+        return Rows(in_shm.block, payload)
 
-    def take_back(self, lent: LentRows) -> None:
-        """Use the place of a message again that is answered, once all of its slab are."""
-        slab = self._slab_of.pop(lent.place.offset)
+    def release(self, in_shm: RowsInShm) -> None:
+        """Release the buffer of an acknowledged message; its slab is reused with its last one."""
+        slab = self._slab_of.pop(in_shm.buffer.offset)
         slab.waiting -= 1
         if not slab.waiting:
             self._empty(slab)
@@ -92,42 +92,42 @@ class Placing:
                 self._free.append(slab)
 
     def stop(self) -> None:
-        """Lend no more places."""
+        """Use shared memory for no further message."""
         self._slabs = 0
 
     def close(self) -> None:
-        """Let go of the memory."""
-        if self._region is not None:
-            self._region.close()
+        """Close the segment."""
+        if self._segment is not None:
+            self._segment.close()
 
-    def _next_place(self, nbytes: int) -> Place | None:
-        """Return a place that nothing else uses, if there is one."""
-        place = None if self._open is None else self._open.place(nbytes)
-        if place is None and self._free:
-            # The slab that was freed last is that of which the caches know most.
+    def _next_buffer(self, nbytes: int) -> BufferHandle | None:
+        """Return an unused buffer, None if there is none."""
+        buffer = None if self._open is None else self._open.allocate(nbytes)
+        if buffer is None and self._free:
+            # The slab that was freed last is most likely to be in the CPU caches.
             self._open = self._free.pop()
-            place = self._open.place(nbytes)
-        if place is not None and self._open is not None:
-            self._slab_of[place.offset] = self._open
-        return place
+            buffer = self._open.allocate(nbytes)
+        if buffer is not None and self._open is not None:
+            self._slab_of[buffer.offset] = self._open
+        return buffer
 
     def _empty(self, slab: _Slab) -> None:
-        """Have a slab begin anew.
+        """Reset a slab.
 
-        Whoever reads one of its old places late must not find the stamp there, wherever the next
-        messages begin; so every one gets another stamp before anything is written.
+        A late reader of an old buffer must not find its stamp there, wherever the next messages
+        begin. So every old buffer gets a new stamp before anything else is written.
         """
-        assert self._region is not None
-        for place in slab.places:
-            stamp(self._region.memory(place))
-        slab.places.clear()
+        assert self._segment is not None
+        for buffer in slab.buffers:
+            stamp(self._segment.memory(buffer))
+        slab.buffers.clear()
         slab.used = 0
 
-    def _new_region(self) -> Region | None:
+    def _new_segment(self) -> ShmSegment | None:
         with suppress(OSError):
-            region = Region(self._slabs, self._slab_bytes)
-            while (room := region.borrow()) is not None:
+            segment = ShmSegment(self._slabs, self._slab_bytes)
+            while (room := segment.acquire()) is not None:
                 self._free.append(_Slab(room))
-            return region
+            return segment
         self.stop()
         return None

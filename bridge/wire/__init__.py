@@ -10,22 +10,22 @@ from bridge.wire.admin import (
     TrajectorySummary,
 )
 from bridge.wire.answer import Ack, Error, Ping, Pong
+from bridge.wire.buffer import BufferHandle
 from bridge.wire.codec import MESSAGES, decode, encode
 from bridge.wire.envelope import MAX_FRAME_BYTES, SCHEMA_VERSION
-from bridge.wire.fetch import Fetch, FetchReply, PageRows, PlacedRows
+from bridge.wire.fetch import Fetch, FetchReply, PageRows, ShmPageRows
 from bridge.wire.ingest import (
     Block,
     Dropped,
     Hello,
-    LentRows,
     Rows,
+    RowsInShm,
     Trajectory,
     TrajectoryState,
     WeightDigests,
 )
 from bridge.wire.message import Message
 from bridge.wire.observe import Observe, ObserveReply
-from bridge.wire.place import Place
 from bridge.wire.retention import Gc, GcReply, Pin, Policy, Step
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "Ack",
     "Block",
+    "BufferHandle",
     "Digests",
     "DigestsReply",
     "Dropped",
@@ -43,7 +44,6 @@ __all__ = [
     "Gc",
     "GcReply",
     "Hello",
-    "LentRows",
     "List",
     "ListReply",
     "Message",
@@ -52,11 +52,11 @@ __all__ = [
     "PageRows",
     "Pin",
     "Ping",
-    "Place",
-    "PlacedRows",
     "Policy",
     "Pong",
     "Rows",
+    "RowsInShm",
+    "ShmPageRows",
     "Stats",
     "StatsReply",
     "Step",

@@ -14,7 +14,7 @@ MESSAGES: dict[str, type[Message]] = {
     for kind in (
         ingest.Hello,
         ingest.Rows,
-        ingest.LentRows,
+        ingest.RowsInShm,
         ingest.Block,
         ingest.Trajectory,
         ingest.WeightDigests,
@@ -28,7 +28,7 @@ MESSAGES: dict[str, type[Message]] = {
         fetch.Fetch,
         fetch.FetchReply,
         fetch.PageRows,
-        fetch.PlacedRows,
+        fetch.ShmPageRows,
         admin.List,
         admin.ListReply,
         admin.Digests,

@@ -20,6 +20,7 @@ from bridge.errors import CorruptMessage
 from bridge.layout import Part, RecordLayout, TensorSlice
 from bridge.layout.shape import MAX_LAYERS
 from bridge.layout.tensor_slice import ALL_VALUES
+from bridge.wire.buffer import MAX_SEGMENT_BYTES, MAX_STAMP, BufferHandle, parsed_buffer
 from bridge.wire.envelope import Buffer, Envelope
 from bridge.wire.fields import MAX_COUNT, Fields, array, vector, wire_bytes
 from bridge.wire.ingest import (
@@ -34,7 +35,6 @@ from bridge.wire.ingest import (
     parsed_state,
 )
 from bridge.wire.message import HeaderOnly, frames_of
-from bridge.wire.place import MAX_REGION_BYTES, MAX_STAMP, Place, parsed_place
 
 MAX_SITES = 64
 MAX_SITE_CHARS = 64
@@ -44,8 +44,8 @@ MAX_SITE_CHARS = 64
 class Fetch(HeaderOnly):
     """Ask for positions [start, stop) of a trajectory; None means all layers, sites, positions.
 
-    ``tensor_slice`` is which values of fc2, K and V to send. With a ``place`` the page is no
-    larger than fits there, and its rows are `PlacedRows` if the bridge can write to it.
+    ``tensor_slice`` is which values of fc2, K and V to send. With a ``buffer`` the page is no
+    larger than fits there, and its rows are `ShmPageRows` if the daemon can write to it.
     """
 
     KIND: ClassVar[str] = "fetch"
@@ -56,7 +56,7 @@ class Fetch(HeaderOnly):
     layers: tuple[int, ...] | None = None
     sites: tuple[str, ...] | None = None
     tensor_slice: TensorSlice = ALL_VALUES
-    place: Place | None = None
+    buffer: BufferHandle | None = None
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
@@ -67,7 +67,7 @@ class Fetch(HeaderOnly):
             "layers": None if self.layers is None else list(self.layers),
             "sites": None if self.sites is None else list(self.sites),
             "tensor_slice": self.tensor_slice.to_dict(),
-            "place": None if self.place is None else self.place.body(),
+            "place": None if self.buffer is None else self.buffer.body(),
         }
 
     @classmethod
@@ -88,7 +88,7 @@ class Fetch(HeaderOnly):
             layers,
             sites,
             _parsed_slice(fields),
-            parsed_place(fields),
+            parsed_buffer(fields),
         )
 
 
@@ -228,11 +228,12 @@ class PageRows:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedRows:
-    """`PageRows` whose ``rows`` stand in the place that the question named, from byte ``at`` on.
+class ShmPageRows:
+    """`PageRows` whose ``rows`` are in the request's shared-memory buffer, from byte ``at`` on.
 
-    There are ``nbytes`` of them. The place has the ``stamp`` as long as nothing else was written
-    there, so look at it once they are copied (`bridge.transport.shared_memory`).
+    They take ``nbytes``. The buffer keeps the ``stamp`` until something else is written there, so
+    the reader copies the rows first and checks the stamp afterwards
+    (`bridge.transport.shared_memory`).
     """
 
     KIND: ClassVar[str] = "placed_rows"
@@ -278,7 +279,7 @@ class PlacedRows:
             fields.integer("begin", 0, MAX_TRAJECTORY_TOKENS),
             vector(valid_frame, np.uint8, MAX_TRAJECTORY_TOKENS).astype(np.bool_),
             fields.integer("row_bytes", 1, MAX_ROW_BYTES),
-            fields.integer("at", 0, MAX_REGION_BYTES),
+            fields.integer("at", 0, MAX_SEGMENT_BYTES),
             fields.integer("stamp", 0, MAX_STAMP),
         )
 

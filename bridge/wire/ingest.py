@@ -20,10 +20,10 @@ from bridge.errors import CorruptMessage, LayoutError, SchemaMismatch
 from bridge.layout import Part, RecordLayout, Shard
 from bridge.layout.shape import MAX_LAYERS, check_range
 from bridge.layout.shard import MAX_SHARD_FIELDS, MAX_SHARDS, check_shards
+from bridge.wire.buffer import MAX_STAMP, BufferHandle, parsed_buffer
 from bridge.wire.envelope import Buffer, Envelope
 from bridge.wire.fields import MAX_COUNT, Fields, array, vector, wire_bytes
 from bridge.wire.message import HeaderOnly, frames_of
-from bridge.wire.place import MAX_STAMP, Place, parsed_place
 
 MAX_ROWS = 1 << 20
 MAX_ROW_BYTES = 16 << 20
@@ -222,17 +222,17 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class LentRows:
-    """`Rows` whose ``payload`` stands at the beginning of a place that has the ``stamp``.
+class RowsInShm:
+    """`Rows` whose ``payload`` is in a shared-memory buffer, at its beginning.
 
-    The place is the sender's again once the rows are acknowledged: who comes too late, with a copy
-    of this message, finds another stamp there (`bridge.transport.shared_memory`).
+    The sender reuses the buffer after the acknowledgement. A reader of a late copy of this message
+    then finds another ``stamp`` in the buffer (`bridge.transport.shared_memory`).
     """
 
     KIND: ClassVar[str] = "lent_rows"
 
     block: Block
-    place: Place
+    buffer: BufferHandle
     stamp: int
 
     @property
@@ -242,7 +242,7 @@ class LentRows:
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
-        return self.block.body() | {"place": self.place.body(), "stamp": self.stamp}
+        return self.block.body() | {"place": self.buffer.body(), "stamp": self.stamp}
 
     def frames(self) -> list[Buffer]:
         """Return the row numbers."""
@@ -252,10 +252,10 @@ class LentRows:
     def parse(cls, envelope: Envelope) -> Self:
         """Build from an intact envelope."""
         block, fields = Block.parse(envelope), Fields(envelope.body)
-        place = parsed_place(fields)
-        if place is None or len(block.rows) * block.row_bytes > place.nbytes:
-            raise CorruptMessage("rows to be read from memory do not fit their place there")
-        return cls(block, place, fields.integer("stamp", 0, MAX_STAMP))
+        buffer = parsed_buffer(fields)
+        if buffer is None or len(block.rows) * block.row_bytes > buffer.nbytes:
+            raise CorruptMessage("rows in shared memory do not fit their buffer; resend them")
+        return cls(block, buffer, fields.integer("stamp", 0, MAX_STAMP))
 
 
 class TrajectoryState(StrEnum):

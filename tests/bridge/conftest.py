@@ -21,8 +21,8 @@ from bridge.client.connection import Connection
 from bridge.daemon import Daemon, spawn
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from bridge.store import MemoryStore, Store
-from bridge.transport.shared_memory import Region
-from bridge.wire import Message, PageRows, Place, PlacedRows, Policy
+from bridge.transport.shared_memory import ShmSegment
+from bridge.wire import BufferHandle, Message, PageRows, Policy, ShmPageRows
 
 # A busy machine is no failure: examples are bounded in number, the session in time.
 settings.register_profile("bridge", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -98,7 +98,7 @@ def through(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     def watched(self: Connection, *arguments: Any) -> Message:
         reply = told(self, *arguments)
-        if isinstance(reply, PageRows | PlacedRows):
+        if isinstance(reply, PageRows | ShmPageRows):
             arrived.add(type(reply))
         return reply
 
@@ -106,7 +106,7 @@ def through(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "socket":
         monkeypatch.setattr("bridge.client.connection.is_loopback", lambda _: False)
     yield request.param
-    assert arrived <= {PageRows if request.param == "socket" else PlacedRows}
+    assert arrived <= {PageRows if request.param == "socket" else ShmPageRows}
 
 
 @pytest.fixture
@@ -114,13 +114,13 @@ def small_pages(through: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[int,
     """small_pages(page_bytes, piece_bytes): pages of at most so many bytes from here on."""
 
     def make(page_bytes: int, piece_bytes: int) -> None:
-        borrow = Region.borrow
+        acquire = ShmSegment.acquire
 
-        def shortened(self: Region) -> Place | None:
-            place = borrow(self)
-            return None if place is None else replace(place, nbytes=page_bytes)
+        def shortened(self: ShmSegment) -> BufferHandle | None:
+            buffer = acquire(self)
+            return None if buffer is None else replace(buffer, nbytes=page_bytes)
 
-        monkeypatch.setattr(Region, "borrow", shortened)
+        monkeypatch.setattr(ShmSegment, "acquire", shortened)
         monkeypatch.setattr("bridge.daemon.fetch.answer.MAX_PAGE_BYTES", page_bytes)
         monkeypatch.setattr("bridge.daemon.fetch.gather.PIECE_BYTES", piece_bytes)
 

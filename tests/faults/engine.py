@@ -14,7 +14,7 @@ from bridge.errors import StoreFull, TraceError
 from bridge.layout import Part
 from bridge.producer import shm_sender
 from bridge.producer.producer import Overflow, RecordProducer, _Unacknowledged
-from bridge.producer.shm_sender import Placing
+from bridge.producer.shm_sender import ShmSender
 from bridge.wire import Ack, TrajectoryState, decode
 from tests.faults.expected import LAYOUT, Expected
 from tests.faults.journal import Journal, Promises, read
@@ -64,7 +64,9 @@ class WitnessedProducer(RecordProducer):
             deadline_s=stream.deadline_s,
             overflow=stream.overflow,
         )
-        self._placing = Placing(_PLACES * _PLACE_BYTES, _PLACE_BYTES) if stream.seed & 2 else None
+        self._shm_sender = (
+            ShmSender(_PLACES * _PLACE_BYTES, _PLACE_BYTES) if stream.seed & 2 else None
+        )
 
     def _keep_and_send(self, message: _Unacknowledged) -> None:
         told, seq = decode(message.frames)
@@ -84,7 +86,7 @@ class WitnessedProducer(RecordProducer):
 def run(stream: Stream) -> None:
     """Stream to the end; the exit status is 1 if the bridge could not be used."""
     journal = Journal(stream.journal)
-    shm_sender._LEAST_BYTES = 1  # of a message whose rows are read out of memory
+    shm_sender._MIN_BYTES = 1  # of a message whose rows are read out of memory
     try:
         with closing(WitnessedProducer(stream)) as producer:
             send_all(stream, producer)

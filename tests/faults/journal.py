@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.layout import Part
-from bridge.wire import LentRows, Message, Rows, Trajectory
+from bridge.wire import Message, Rows, RowsInShm, Trajectory
 
 
 class Journal:
@@ -29,7 +29,7 @@ class Journal:
     def send(self, seq: int, message: Message) -> None:
         """Note what a message says."""
         match message:
-            case Rows(block=block) | LentRows(block=block):
+            case Rows(block=block) | RowsInShm(block=block):
                 told = {"part": block.part.value, "rows": [int(row) for row in block.rows]}
             case Trajectory():
                 told = {

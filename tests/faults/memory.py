@@ -21,7 +21,7 @@ import zmq
 from bridge.client.client import TraceClient
 from bridge.errors import BridgeUnreachable
 from bridge.producer.producer import Overflow
-from bridge.transport.shared_memory import PLACE_BYTES, PLACES
+from bridge.transport.shared_memory import BUFFER_BYTES, BUFFERS
 from bridge.wire import Fetch, PageRows, decode, encode
 from tests.faults import engine
 from tests.faults.engine import Stream, fill
@@ -60,7 +60,7 @@ _CLIENTS, _ANSWERS = 500, 3
 _ROUND_S = 0.5
 _STALLED_TRAINERS = 3
 # All that a client lends (docs/architecture.md).
-_LENT = PLACES * PLACE_BYTES
+_LENT = BUFFERS * BUFFER_BYTES
 _COUNTED = ("RssAnon:", "RssShmem:")
 
 

@@ -62,7 +62,7 @@ def run(reading: Reading) -> None:
 
 def _lend_no_memory(client: TraceClient) -> None:
     for connection in client._connections:
-        connection._lender = None
+        connection._shm_receiver = None
 
 
 def reported(reading: Reading) -> Counter[str]:

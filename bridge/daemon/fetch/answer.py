@@ -22,7 +22,7 @@ from bridge.index import Catalog, Engine, TrajectoryMap
 from bridge.index.tables.runs import groups
 from bridge.layout import Part, RecordLayout, Site, TensorSlice
 from bridge.layout.columns import selection
-from bridge.wire import Fetch, FetchReply, PageRows, PlacedRows
+from bridge.wire import Fetch, FetchReply, PageRows, ShmPageRows
 
 _LAST_POSITIONS = 1024
 
@@ -54,7 +54,7 @@ class Fetching:
 
     def answer(
         self, fetch: Fetch, landing: Landing | None = None, room: int = MAX_PAGE_BYTES
-    ) -> Iterator[FetchReply | PageRows | PlacedRows]:
+    ) -> Iterator[FetchReply | PageRows | ShmPageRows]:
         """Yield the first page of [start, stop); the client asks on from where it ends.
 
         Its rows are read as they are asked for, so that the pieces before them can be on their way.
@@ -154,7 +154,7 @@ class Fetching:
         full: RecordLayout,
         reduced: RecordLayout,
         landing: Landing | None,
-    ) -> Iterator[PageRows | PlacedRows]:
+    ) -> Iterator[PageRows | ShmPageRows]:
         """Yield the rows of one part in the pieces in which they are read."""
         if found.shared:
             for rows in self._mixed(part, found, full, reduced):

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from bridge.daemon.fetch.gather import Piece
 from bridge.layout import Part
 from bridge.transport.shared_memory import STAMP_BYTES, stamp
-from bridge.wire import PageRows, PlacedRows
+from bridge.wire import PageRows, ShmPageRows
 from bridge.wire.fields import wire_bytes
 
 
@@ -25,12 +25,12 @@ class Landing:
         """How many bytes of rows fit."""
         return len(self._rows)
 
-    def put(self, part: Part, piece: Piece) -> PlacedRows:
+    def put(self, part: Part, piece: Piece) -> ShmPageRows:
         """Write the rows of a piece; return what tells the client of them."""
         nbytes = piece.copy_to(self._rows[self._at :])
         return self._told(part, piece.begin, piece.valid, piece.selected, nbytes)
 
-    def take(self, rows: PageRows) -> PlacedRows:
+    def take(self, rows: PageRows) -> ShmPageRows:
         """Write rows that are joined already."""
         nbytes = rows.nbytes
         self._rows[self._at : self._at + nbytes] = wire_bytes(rows.rows, np.uint8)
@@ -38,6 +38,6 @@ class Landing:
 
     def _told(
         self, part: Part, begin: int, valid: NDArray[np.bool_], row_bytes: int, nbytes: int
-    ) -> PlacedRows:
+    ) -> ShmPageRows:
         at, self._at = self._at, self._at + nbytes
-        return PlacedRows(part, begin, valid, row_bytes, at, self._stamp)
+        return ShmPageRows(part, begin, valid, row_bytes, at, self._stamp)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.errors import CorruptMessage, RegionOutOfReach
+from bridge.errors import CorruptMessage, ShmUnreachable
 from bridge.transport.shared_memory import STAMP_BYTES, opened, stamped
-from bridge.wire import LentRows, Place, Rows
+from bridge.wire import BufferHandle, Rows, RowsInShm
 
 _MOST_OPEN = 64
 _MOST_LENT = 1 << 30
@@ -33,7 +33,7 @@ class _Open:
     used_at: float
     last_seq: int = -1
 
-    def at(self, place: Place) -> memoryview | None:
+    def at(self, place: BufferHandle) -> memoryview | None:
         """Return the memory of a place, its stamp first; None if it is not all there."""
         end = place.offset + STAMP_BYTES + place.nbytes
         if self.memory is None or end > len(self.memory):
@@ -67,7 +67,7 @@ class Regions:
         """Bytes of clients' memory that this process maps and has touched, at most."""
         return len(self._touched) * _TRACT_BYTES
 
-    def landing(self, peer: bytes, place: Place | None, seq: int) -> memoryview | None:
+    def landing(self, peer: bytes, place: BufferHandle | None, seq: int) -> memoryview | None:
         """Return the place that a client lends for answer ``seq``, None if there is none in reach.
 
         A client counts its questions up. One that comes again may be answered already and its place
@@ -84,19 +84,19 @@ class Regions:
         self._touch(peer, place.offset, len(memory))
         return memory
 
-    def rows(self, peer: bytes, lent: LentRows) -> Rows:
+    def rows(self, peer: bytes, lent: RowsInShm) -> Rows:
         """Copy the rows that an engine has put into its memory.
 
         Raises:
-            RegionOutOfReach: this process cannot read that memory.
+            ShmUnreachable: this process cannot read that memory.
             CorruptMessage: it holds other bytes by now.
         """
-        memory = self._region(peer, lent.place).at(lent.place)
+        memory = self._region(peer, lent.buffer).at(lent.buffer)
         if memory is None:
-            raise RegionOutOfReach(
+            raise ShmUnreachable(
                 "the bridge cannot read the engine's memory; send the rows through the socket"
             )
-        self._touch(peer, lent.place.offset, STAMP_BYTES + lent.nbytes)
+        self._touch(peer, lent.buffer.offset, STAMP_BYTES + lent.nbytes)
         rows_nR = np.empty((len(lent.block.rows), lent.block.row_bytes), dtype=np.uint8)
         rows_nR.reshape(-1).data[:] = memory[STAMP_BYTES : STAMP_BYTES + lent.nbytes]
         if stamped(memory) != lent.stamp:
@@ -125,7 +125,7 @@ class Regions:
             (client, tract), _ = self._touched.popitem(last=False)
             self._open[client].look_away(tract)
 
-    def _region(self, peer: bytes, place: Place) -> _Open:
+    def _region(self, peer: bytes, place: BufferHandle) -> _Open:
         held = self._open.pop(peer, None)
         if held is None or held.key != place.key:
             self.forget(peer)

@@ -22,7 +22,7 @@ from bridge.errors import BridgeUnreachable, LayoutError, TokenMismatch, Unknown
 from bridge.layout import Part, RecordLayout, Site
 from bridge.producer.producer import RecordProducer
 from bridge.store import MemoryStore
-from bridge.transport.shared_memory import Region
+from bridge.transport.shared_memory import ShmSegment
 from bridge.wire import Fetch, FetchReply, Policy
 
 NOBODY = "tcp://127.0.0.1:9"
@@ -297,7 +297,7 @@ def test_pages_of_lent_memory_may_be_larger_than_those_of_the_socket_that_follow
     """Where all places are lent, a page is asked for that the socket's limit cuts short."""
     monkeypatch.setattr("bridge.daemon.fetch.answer.MAX_PAGE_BYTES", 500)
     monkeypatch.setattr(
-        "bridge.client.shm_receiver.Region", lambda: Region(places=1, place_bytes=3000)
+        "bridge.client.shm_receiver.ShmSegment", lambda: ShmSegment(buffers=1, buffer_bytes=3000)
     )
     payload = make_rows(Part.FORWARD, range(80))
     producer.send_rows(Part.FORWARD, range(80), payload, "v")

@@ -1,4 +1,4 @@
-"""A place is lent to one answer at a time, and what stands there is what the bridge sent."""
+"""A buffer belongs to one answer at a time, and what stands there is what the bridge sent."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from bridge.client.shm_receiver import Lender
+from bridge.client.shm_receiver import ShmReceiver
 from bridge.errors import CorruptMessage
 from bridge.layout import Part
-from bridge.transport.shared_memory import STAMP_BYTES, Region, opened, stamp
-from bridge.wire import Place, PlacedRows
+from bridge.transport.shared_memory import STAMP_BYTES, ShmSegment, opened, stamp
+from bridge.wire import BufferHandle, ShmPageRows
 
-_PLACES, _BYTES = 3, 4096
+_BUFFERS, _BYTES = 3, 4096
 
 
 class Lending(RuleBasedStateMachine):
@@ -25,75 +25,77 @@ class Lending(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("bridge.client.shm_receiver.Region", lambda: Region(_PLACES, _BYTES))
-        self.lender = Lender()
+        self.patch.setattr(
+            "bridge.client.shm_receiver.ShmSegment", lambda: ShmSegment(_BUFFERS, _BYTES)
+        )
+        self.receiver = ShmReceiver()
         self.next = 0
-        self.lent: dict[int, Place] = {}
-        self.abandoned: set[Place] = set()
+        self.in_use: dict[int, BufferHandle] = {}
+        self.abandoned: set[BufferHandle] = set()
         self.old_keys: set[str] = set()
 
     @rule()
-    def lend(self) -> None:
-        place = self.lender.lend(self.next)
-        if place is None:
-            # All places of the region are lent or abandoned, and one is still needed.
-            assert self.lent
-            assert len(self.lent) + len(self.abandoned) == _PLACES
+    def acquire(self) -> None:
+        buffer = self.receiver.acquire(self.next)
+        if buffer is None:
+            # All buffers of the segment are in use or abandoned, and one is still needed.
+            assert self.in_use
+            assert len(self.in_use) + len(self.abandoned) == _BUFFERS
         else:
-            if not self.lent and self.abandoned:
+            if not self.in_use and self.abandoned:
                 self._anew()
-            assert place not in self.lent.values()
-            assert place not in self.abandoned
-            assert place.key not in self.old_keys
-            assert all(place.key == each.key for each in self.lent.values())
-            self.lent[self.next] = place
+            assert buffer not in self.in_use.values()
+            assert buffer not in self.abandoned
+            assert buffer.key not in self.old_keys
+            assert all(buffer.key == each.key for each in self.in_use.values())
+            self.in_use[self.next] = buffer
         self.next += 1
 
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         seq = self._some(data)
-        self.lender.take_back(seq)
-        self.lent.pop(seq, None)
+        self.receiver.release(seq)
+        self.in_use.pop(seq, None)
 
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
         seq = self._some(data)
-        self.lender.abandon(seq)
-        if seq in self.lent:
-            self.abandoned.add(self.lent.pop(seq))
+        self.receiver.abandon(seq)
+        if seq in self.in_use:
+            self.abandoned.add(self.in_use.pop(seq))
 
     @rule()
     def start_anew(self) -> None:
-        self.lender.close()
-        self.lent.clear()
+        self.receiver.close()
+        self.in_use.clear()
         self._anew()
 
     @invariant()
     def places_lie_apart(self) -> None:
         held = sorted(
-            (place.offset, place.nbytes) for place in [*self.lent.values(), *self.abandoned]
+            (buffer.offset, buffer.nbytes) for buffer in [*self.in_use.values(), *self.abandoned]
         )
         ends = [offset + nbytes for offset, nbytes in held]
         assert all(end <= offset for end, (offset, _) in zip(ends, held[1:], strict=False))
 
     def teardown(self) -> None:
-        """All places come back: an answer after the others finds the whole region free."""
-        for seq in [*self.lent]:
-            self.lender.take_back(seq)
-        lent = [self.lender.lend(self.next + number) for number in range(_PLACES + 1)]
-        assert None not in lent[:-1]
-        assert len(set(lent)) == _PLACES + 1
-        assert lent[-1] is None
-        self.lender.close()
+        """All buffers come back: an answer after the others finds the whole segment free."""
+        for seq in [*self.in_use]:
+            self.receiver.release(seq)
+        buffers = [self.receiver.acquire(self.next + number) for number in range(_BUFFERS + 1)]
+        assert None not in buffers[:-1]
+        assert len(set(buffers)) == _BUFFERS + 1
+        assert buffers[-1] is None
+        self.receiver.close()
         self.patch.undo()
 
     def _anew(self) -> None:
-        self.old_keys |= {place.key for place in self.abandoned}
+        self.old_keys |= {buffer.key for buffer in self.abandoned}
         self.abandoned.clear()
 
     def _some(self, data: st.DataObject) -> int:
         """An answer that is under way, or any other."""
-        drawn: int = data.draw(st.sampled_from([*self.lent, -1, self.next]))
+        drawn: int = data.draw(st.sampled_from([*self.in_use, -1, self.next]))
         return drawn
 
 
@@ -101,72 +103,76 @@ TestLending = Lending.TestCase
 
 
 @pytest.fixture
-def lender(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lender]:
-    monkeypatch.setattr("bridge.client.shm_receiver.Region", lambda: Region(_PLACES, _BYTES))
-    with closing(Lender()) as made:
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ShmReceiver]:
+    monkeypatch.setattr(
+        "bridge.client.shm_receiver.ShmSegment", lambda: ShmSegment(_BUFFERS, _BYTES)
+    )
+    with closing(ShmReceiver()) as made:
         yield made
 
 
-def _placed(rows: bytes, at: int = 0, row_bytes: int = 4, stamp: int = 0) -> PlacedRows:
+def _placed(rows: bytes, at: int = 0, row_bytes: int = 4, stamp: int = 0) -> ShmPageRows:
     count = len(rows) // row_bytes
-    return PlacedRows(Part.KV, 0, np.ones(count, np.bool_), row_bytes, at, stamp)
+    return ShmPageRows(Part.KV, 0, np.ones(count, np.bool_), row_bytes, at, stamp)
 
 
-def _written(place: Place | None, rows: bytes, at: int = 0) -> tuple[memoryview, int]:
-    """What a bridge does with a place: (the place, its stamp)."""
-    assert place is not None
-    memory = opened(place)
+def _written(buffer: BufferHandle | None, rows: bytes, at: int = 0) -> tuple[memoryview, int]:
+    """What a bridge does with a buffer: (the buffer, its stamp)."""
+    assert buffer is not None
+    memory = opened(buffer)
     assert memory is not None
-    there = memory[place.offset : place.offset + STAMP_BYTES + place.nbytes]
+    there = memory[buffer.offset : buffer.offset + STAMP_BYTES + buffer.nbytes]
     stamped = stamp(there)
     there[STAMP_BYTES + at : STAMP_BYTES + at + len(rows)] = rows
     return there, stamped
 
 
-def test_rows_are_seen_where_the_bridge_wrote_them(lender: Lender) -> None:
-    _written(lender.lend(0), b"other rows..")
-    _, stamped = _written(lender.lend(1), b"rows" * 3, at=8)
+def test_rows_are_seen_where_the_bridge_wrote_them(receiver: ShmReceiver) -> None:
+    _written(receiver.acquire(0), b"other rows..")
+    _, stamped = _written(receiver.acquire(1), b"rows" * 3, at=8)
     placed = _placed(b"rows" * 3, at=8, stamp=stamped)
-    rows = lender.rows(1, placed)
+    rows = receiver.rows(1, placed)
     assert (rows.part, rows.begin, rows.valid.tolist()) == (Part.KV, 0, [True] * 3)
     assert [row.tobytes() for row in rows.rows] == [b"rows"] * 3
-    lender.check(1, placed)
+    receiver.check(1, placed)
 
 
-def test_missing_rows_take_no_bytes(lender: Lender) -> None:
-    _, stamped = _written(lender.lend(0), b"")
-    placed = PlacedRows(Part.KV, 3, np.zeros(2, np.bool_), 4, _BYTES, stamped)
-    rows = lender.rows(0, placed)
-    lender.check(0, placed)
+def test_missing_rows_take_no_bytes(receiver: ShmReceiver) -> None:
+    _, stamped = _written(receiver.acquire(0), b"")
+    placed = ShmPageRows(Part.KV, 3, np.zeros(2, np.bool_), 4, _BYTES, stamped)
+    rows = receiver.rows(0, placed)
+    receiver.check(0, placed)
     assert rows.rows.shape == (0, 4)
 
 
 @pytest.mark.parametrize("at", [_BYTES - 11, _BYTES, 1 << 27])
-def test_rows_outside_a_place_are_corrupt(lender: Lender, at: int) -> None:
-    lender.lend(0)
-    with pytest.raises(CorruptMessage, match="not lent to them"):
-        lender.rows(0, _placed(b"rows" * 3, at=at))
+def test_rows_outside_a_place_are_corrupt(receiver: ShmReceiver, at: int) -> None:
+    receiver.acquire(0)
+    with pytest.raises(CorruptMessage, match="not offered for them"):
+        receiver.rows(0, _placed(b"rows" * 3, at=at))
 
 
-def test_rows_of_an_answer_that_was_lent_nothing_are_corrupt(lender: Lender) -> None:
-    with pytest.raises(CorruptMessage, match="not lent to them"):
-        lender.rows(0, _placed(b"rows"))
-    lender.lend(1)
-    for seq, end in ((2, lender.take_back), (3, lender.abandon)):
-        lender.lend(seq)
+def test_rows_of_an_answer_that_was_lent_nothing_are_corrupt(receiver: ShmReceiver) -> None:
+    with pytest.raises(CorruptMessage, match="not offered for them"):
+        receiver.rows(0, _placed(b"rows"))
+    receiver.acquire(1)
+    for seq, end in ((2, receiver.release), (3, receiver.abandon)):
+        receiver.acquire(seq)
         end(seq)
-        with pytest.raises(CorruptMessage, match="not lent to them"):
-            lender.rows(seq, _placed(b"rows"))
+        with pytest.raises(CorruptMessage, match="not offered for them"):
+            receiver.rows(seq, _placed(b"rows"))
 
 
-def test_a_place_that_is_written_again_while_rows_are_copied_is_found(lender: Lender) -> None:
-    there, stamped = _written(lender.lend(0), b"rows" * 3)
+def test_a_place_that_is_written_again_while_rows_are_copied_is_found(
+    receiver: ShmReceiver,
+) -> None:
+    there, stamped = _written(receiver.acquire(0), b"rows" * 3)
     placed = _placed(b"rows" * 3, stamp=stamped)
-    lender.rows(0, placed)
-    lender.check(0, placed)
+    receiver.rows(0, placed)
+    receiver.check(0, placed)
     assert stamp(there) != stamped
     with pytest.raises(CorruptMessage, match="fetch again"):
-        lender.check(0, placed)
+        receiver.check(0, placed)
 
 
 def test_a_system_without_such_memory_is_asked_once_and_the_socket_serves(
@@ -174,12 +180,12 @@ def test_a_system_without_such_memory_is_asked_once_and_the_socket_serves(
 ) -> None:
     tried = []
 
-    def refused() -> Region:
+    def refused() -> ShmSegment:
         tried.append(True)
         raise OSError("no memory")
 
-    monkeypatch.setattr("bridge.client.shm_receiver.Region", refused)
-    lender = Lender()
-    assert [lender.lend(seq) for seq in range(3)] == [None] * 3
+    monkeypatch.setattr("bridge.client.shm_receiver.ShmSegment", refused)
+    receiver = ShmReceiver()
+    assert [receiver.acquire(seq) for seq in range(3)] == [None] * 3
     assert len(tried) == 1
-    lender.close()
+    receiver.close()

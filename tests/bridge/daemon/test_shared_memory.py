@@ -18,8 +18,8 @@ from bridge.daemon.fetch.landing import Landing
 from bridge.daemon.memory import shared_memory
 from bridge.daemon.memory.shared_memory import Regions
 from bridge.layout import ModelShape, Part, RecordLayout, Site
-from bridge.transport.shared_memory import STAMP_BYTES, Region, stamped
-from bridge.wire import PageRows, Place
+from bridge.transport.shared_memory import STAMP_BYTES, ShmSegment, stamped
+from bridge.wire import BufferHandle, PageRows
 
 _PAGE = mmap.PAGESIZE
 _SEQS = count()  # of questions
@@ -27,13 +27,13 @@ _REST = 2 * (STAMP_BYTES + _PAGE)  # of a region of two places of a page
 
 
 @pytest.fixture
-def lend() -> Iterator[Callable[[], Place]]:
+def lend() -> Iterator[Callable[[], BufferHandle]]:
     """lend() -> a place of a region of its own."""
-    made: list[Region] = []
+    made: list[ShmSegment] = []
 
-    def one() -> Place:
-        made.append(Region(places=2, place_bytes=_PAGE))
-        place = made[-1].borrow()
+    def one() -> BufferHandle:
+        made.append(ShmSegment(buffers=2, buffer_bytes=_PAGE))
+        place = made[-1].acquire()
         assert place is not None
         return place
 
@@ -48,7 +48,7 @@ def opens(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     keys: list[str] = []
     opened = shared_memory.opened
 
-    def counting(place: Place) -> memoryview | None:
+    def counting(place: BufferHandle) -> memoryview | None:
         keys.append(place.key)
         return opened(place)
 
@@ -62,7 +62,7 @@ def _rows(*fill: int, begin: int = 0, width: int = 8) -> PageRows:
 
 
 def test_a_region_is_opened_once_for_all_places_and_questions(
-    lend: Callable[[], Place], opens: list[str]
+    lend: Callable[[], BufferHandle], opens: list[str]
 ) -> None:
     held, place = Regions(), lend()
     other = replace(place, offset=place.offset - _PAGE)
@@ -75,7 +75,7 @@ def test_a_region_is_opened_once_for_all_places_and_questions(
 
 
 def test_a_new_region_takes_the_place_of_a_clients_old_one(
-    lend: Callable[[], Place], opens: list[str]
+    lend: Callable[[], BufferHandle], opens: list[str]
 ) -> None:
     held, old, new, of_another = Regions(), lend(), lend(), lend()
     for peer, place in ((b"a", old), (b"b", of_another), (b"a", new), (b"b", of_another)):
@@ -85,7 +85,7 @@ def test_a_new_region_takes_the_place_of_a_clients_old_one(
 
 
 def test_what_is_out_of_reach_is_not_tried_with_every_question(
-    lend: Callable[[], Place], opens: list[str]
+    lend: Callable[[], BufferHandle], opens: list[str]
 ) -> None:
     held, lost = Regions(), replace(lend(), key="0" * 32)
     assert [held.landing(b"a", lost, next(_SEQS)) for _ in range(3)] == [None] * 3
@@ -101,7 +101,7 @@ def test_without_a_place_nothing_is_opened(opens: list[str]) -> None:
 
 
 def test_no_more_regions_are_held_than_stated_and_the_longest_unused_goes(
-    lend: Callable[[], Place], opens: list[str], monkeypatch: pytest.MonkeyPatch
+    lend: Callable[[], BufferHandle], opens: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert shared_memory._MOST_OPEN == 64
     monkeypatch.setattr(shared_memory, "_MOST_OPEN", 3)
@@ -116,7 +116,7 @@ def test_no_more_regions_are_held_than_stated_and_the_longest_unused_goes(
 
 
 def test_regions_that_are_not_used_are_let_go(
-    lend: Callable[[], Place], monkeypatch: pytest.MonkeyPatch
+    lend: Callable[[], BufferHandle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("bridge.daemon.memory.shared_memory.time.monotonic", lambda: now[0])
@@ -139,7 +139,7 @@ def test_regions_that_are_not_used_are_let_go(
     [(_PAGE, _REST - STAMP_BYTES + 1), (_PAGE + _REST - STAMP_BYTES, 1), (1 << 27, 1)],
 )
 def test_a_place_beyond_the_region_is_none(
-    lend: Callable[[], Place], offset: int, nbytes: int
+    lend: Callable[[], BufferHandle], offset: int, nbytes: int
 ) -> None:
     held, place = Regions(), lend()
     assert held.landing(b"a", replace(place, offset=offset, nbytes=nbytes), next(_SEQS)) is None

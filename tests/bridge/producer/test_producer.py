@@ -27,9 +27,9 @@ NOBODY = "tcp://127.0.0.1:9"
 
 @pytest.fixture(params=["in messages", "in memory"], autouse=True)
 def rows_travel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of this holds for rows that are sent and for rows that a bridge reads (`Placing`)."""
+    """All of this holds for rows that are sent and for rows that a bridge reads (`ShmSender`)."""
     least = 1 if request.param == "in memory" else 1 << 40
-    monkeypatch.setattr("bridge.producer.shm_sender._LEAST_BYTES", least)
+    monkeypatch.setattr("bridge.producer.shm_sender._MIN_BYTES", least)
 
 
 @pytest.fixture

@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from bridge.client.client import TraceClient
 from bridge.daemon.memory.shared_memory import Regions
 from bridge.daemon.spawn import EmbeddedBridge
-from bridge.errors import CorruptMessage, RegionOutOfReach
+from bridge.errors import CorruptMessage, ShmUnreachable
 from bridge.layout import Part, RecordLayout
 from bridge.producer.producer import RecordProducer
-from bridge.producer.shm_sender import Placing
+from bridge.producer.shm_sender import ShmSender
 from bridge.transport.shared_memory import STAMP_BYTES
-from bridge.wire import LentRows, Rows
+from bridge.wire import Rows, RowsInShm
 from bridge.wire.envelope import Buffer
 
-PLACE = 512 << 10
-WINDOW = 8 * PLACE
+BUFFER = 512 << 10
+WINDOW = 8 * BUFFER
 PEER = b"engine"
 
 
@@ -36,119 +36,119 @@ def rows_of(nbytes: int, salt: int = 0) -> Rows:
 
 
 @pytest.fixture
-def placing() -> Iterator[Placing]:
-    with closing(Placing(WINDOW, PLACE)) as placing:
-        yield placing
+def sender() -> Iterator[ShmSender]:
+    with closing(ShmSender(WINDOW, BUFFER)) as sender:
+        yield sender
 
 
-def lent(placing: Placing, rows: Rows) -> LentRows:
-    found = placing.put(rows)
+def in_shm(sender: ShmSender, rows: Rows) -> RowsInShm:
+    found = sender.put(rows)
     assert found is not None
     return found
 
 
-def test_the_bridge_reads_what_was_put(placing: Placing) -> None:
-    regions = Regions()
+def test_the_bridge_reads_what_was_put(sender: ShmSender) -> None:
+    segments = Regions()
     for salt in range(10):
-        rows = rows_of(PLACE - salt, salt)
-        message = lent(placing, rows)
-        read = regions.rows(PEER, message)
+        rows = rows_of(BUFFER - salt, salt)
+        message = in_shm(sender, rows)
+        read = segments.rows(PEER, message)
         np.testing.assert_array_equal(read.payload, rows.payload)
         assert read.block == message.block
-        placing.take_back(message)
+        sender.release(message)
 
 
-def test_what_was_read_stays_when_the_place_is_used_again(placing: Placing) -> None:
-    first = lent(placing, rows_of(PLACE, 1))
+def test_what_was_read_stays_when_the_place_is_used_again(sender: ShmSender) -> None:
+    first = in_shm(sender, rows_of(BUFFER, 1))
     read = Regions().rows(PEER, first)
-    placing.take_back(first)
-    lent(placing, rows_of(PLACE, 2))
-    np.testing.assert_array_equal(read.payload, rows_of(PLACE, 1).payload)
+    sender.release(first)
+    in_shm(sender, rows_of(BUFFER, 2))
+    np.testing.assert_array_equal(read.payload, rows_of(BUFFER, 1).payload)
 
 
-@pytest.mark.parametrize("nbytes", [1000, PLACE + 1])
-def test_small_and_oversized_messages_travel_themselves(placing: Placing, nbytes: int) -> None:
-    assert placing.put(rows_of(nbytes)) is None
+@pytest.mark.parametrize("nbytes", [1000, BUFFER + 1])
+def test_small_and_oversized_messages_travel_themselves(sender: ShmSender, nbytes: int) -> None:
+    assert sender.put(rows_of(nbytes)) is None
 
 
-def filled(placing: Placing, nbytes: int) -> list[LentRows]:
-    """Put messages until there is no place left."""
-    return list(iter(lambda: placing.put(rows_of(nbytes)), None))
+def filled(sender: ShmSender, nbytes: int) -> list[RowsInShm]:
+    """Put messages until there is no buffer left."""
+    return list(iter(lambda: sender.put(rows_of(nbytes)), None))
 
 
-@pytest.mark.parametrize("nbytes", [256 << 10, 300_000, PLACE])
-def test_messages_of_any_size_use_most_of_the_window(placing: Placing, nbytes: int) -> None:
-    assert len(filled(placing, nbytes)) * nbytes >= WINDOW
+@pytest.mark.parametrize("nbytes", [256 << 10, 300_000, BUFFER])
+def test_messages_of_any_size_use_most_of_the_window(sender: ShmSender, nbytes: int) -> None:
+    assert len(filled(sender, nbytes)) * nbytes >= WINDOW
 
 
-def test_a_place_is_used_again_when_its_neighbours_are_answered_too(placing: Placing) -> None:
-    first, *others = filled(placing, PLACE)
-    placing.take_back(first)
-    assert placing.put(rows_of(PLACE)) is None
+def test_a_place_is_used_again_when_its_neighbours_are_answered_too(sender: ShmSender) -> None:
+    first, *others = filled(sender, BUFFER)
+    sender.release(first)
+    assert sender.put(rows_of(BUFFER)) is None
     for message in others[:3]:
-        placing.take_back(message)
-    assert lent(placing, rows_of(PLACE)).place == first.place
+        sender.release(message)
+    assert in_shm(sender, rows_of(BUFFER)).buffer == first.buffer
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=60))
 @settings(max_examples=50, deadline=None)
 def test_no_place_is_lent_twice_and_late_copies_are_found_out(steps: list[int]) -> None:
     """A step puts a message of one of a few sizes, or takes one of those back that wait."""
-    regions, waiting, answered = Regions(), list[tuple[LentRows, Rows]](), list[LentRows]()
-    with closing(Placing(WINDOW, PLACE)) as placing:
+    segments, waiting, answered = Regions(), list[tuple[RowsInShm, Rows]](), list[RowsInShm]()
+    with closing(ShmSender(WINDOW, BUFFER)) as sender:
         for salt, step in enumerate(steps):
             if step > 7 and waiting:
                 message, _ = waiting.pop(step % len(waiting))
-                placing.take_back(message)
+                sender.release(message)
                 answered.append(message)
                 continue
             rows = rows_of((256 << 10) + step * 37_449, salt)
-            message = placing.put(rows)
+            message = sender.put(rows)
             if message is not None:
                 waiting.append((message, rows))
                 overwritten = [late for late in answered if overlap(late, message)]
                 for late in overwritten:
                     with pytest.raises(CorruptMessage, match="another stamp"):
-                        regions.rows(PEER, late)
+                        segments.rows(PEER, late)
         for message, rows in waiting:
-            np.testing.assert_array_equal(regions.rows(PEER, message).payload, rows.payload)
+            np.testing.assert_array_equal(segments.rows(PEER, message).payload, rows.payload)
 
 
-def test_late_copies_are_found_out_before_anything_else_is_written(placing: Placing) -> None:
+def test_late_copies_are_found_out_before_anything_else_is_written(sender: ShmSender) -> None:
     """So that nobody who reads while the next messages are written finds an old stamp."""
-    messages = filled(placing, 300_000)
+    messages = filled(sender, 300_000)
     for message in messages:
-        placing.take_back(message)
+        sender.release(message)
     for message in messages:
         with pytest.raises(CorruptMessage, match="another stamp"):
             Regions().rows(PEER, message)
 
 
-def overlap(one: LentRows, other: LentRows) -> bool:
+def overlap(one: RowsInShm, other: RowsInShm) -> bool:
     """Whether two messages have a byte in common, one of rows or of the stamp."""
-    first, last = sorted((one.place, other.place), key=lambda place: place.offset)
+    first, last = sorted((one.buffer, other.buffer), key=lambda buffer: buffer.offset)
     return last.offset < first.offset + STAMP_BYTES + first.nbytes
 
 
-def test_when_memory_is_out_of_reach_no_more_is_lent(placing: Placing) -> None:
-    message = lent(placing, rows_of(PLACE, 1))
-    placing.stop()
-    assert placing.put(rows_of(PLACE, 2)) is None
-    np.testing.assert_array_equal(placing.taken_back(message).payload, rows_of(PLACE, 1).payload)
+def test_when_memory_is_out_of_reach_no_more_is_lent(sender: ShmSender) -> None:
+    message = in_shm(sender, rows_of(BUFFER, 1))
+    sender.stop()
+    assert sender.put(rows_of(BUFFER, 2)) is None
+    np.testing.assert_array_equal(sender.reclaim(message).payload, rows_of(BUFFER, 1).payload)
 
 
-def test_a_copy_that_comes_when_the_place_is_used_again_is_found_out(placing: Placing) -> None:
-    first = lent(placing, rows_of(PLACE, 1))
-    placing.take_back(first)
-    lent(placing, rows_of(PLACE, 2))
+def test_a_copy_that_comes_when_the_place_is_used_again_is_found_out(sender: ShmSender) -> None:
+    first = in_shm(sender, rows_of(BUFFER, 1))
+    sender.release(first)
+    in_shm(sender, rows_of(BUFFER, 2))
     with pytest.raises(CorruptMessage, match="another stamp"):
         Regions().rows(PEER, first)
 
 
-def test_memory_of_a_process_that_is_gone_is_out_of_reach(placing: Placing) -> None:
-    message = lent(placing, rows_of(PLACE))
-    gone = replace(message, place=replace(message.place, pid=(1 << 22) + 1))
-    with pytest.raises(RegionOutOfReach, match="send the rows through the socket"):
+def test_memory_of_a_process_that_is_gone_is_out_of_reach(sender: ShmSender) -> None:
+    message = in_shm(sender, rows_of(BUFFER))
+    gone = replace(message, buffer=replace(message.buffer, pid=(1 << 22) + 1))
+    with pytest.raises(ShmUnreachable, match="send the rows through the socket"):
         Regions().rows(PEER, gone)
 
 
@@ -158,7 +158,7 @@ def test_memory_of_a_process_that_is_gone_is_out_of_reach(placing: Placing) -> N
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lend small messages too; how many frames every message that is sent has, and its kind."""
-    monkeypatch.setattr("bridge.producer.shm_sender._LEAST_BYTES", 1)
+    monkeypatch.setattr("bridge.producer.shm_sender._MIN_BYTES", 1)
     kinds: list[str] = []
 
     def noting(message: Rows, seq: int) -> list[Buffer]:
@@ -208,7 +208,7 @@ def test_a_bridge_that_cannot_reach_the_memory_gets_the_rows_themselves(
     sent: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("bridge.daemon.memory.shared_memory.opened", lambda place: None)
+    monkeypatch.setattr("bridge.daemon.memory.shared_memory.opened", lambda buffer: None)
     payload = make_rows(Part.FORWARD, range(400))
     read, acknowledged = stream(endpoint, layout, payload)
     np.testing.assert_array_equal(read, payload)
@@ -223,16 +223,16 @@ def test_rows_that_are_damaged_in_memory_are_sent_themselves(
     sent: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    put, damaged = Placing.put, list[bool]()
+    put, damaged = ShmSender.put, list[bool]()
 
-    def damaging(self: Placing, rows: Rows) -> LentRows | None:
-        lent = put(self, rows)
-        if lent is None or damaged:
-            return lent
+    def damaging(self: ShmSender, rows: Rows) -> RowsInShm | None:
+        in_shm = put(self, rows)
+        if in_shm is None or damaged:
+            return in_shm
         damaged.append(True)
-        return LentRows(lent.block, lent.place, lent.stamp ^ 1)
+        return RowsInShm(in_shm.block, in_shm.buffer, in_shm.stamp ^ 1)
 
-    monkeypatch.setattr(Placing, "put", damaging)
+    monkeypatch.setattr(ShmSender, "put", damaging)
     payload = make_rows(Part.FORWARD, range(400))
     read, acknowledged = stream(endpoint, layout, payload)
     np.testing.assert_array_equal(read, payload)
@@ -246,7 +246,7 @@ def test_a_late_copy_of_a_message_that_was_answered_changes_nothing(
     make_rows: Callable[..., NDArray[np.uint8]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("bridge.producer.shm_sender._LEAST_BYTES", 1)
+    monkeypatch.setattr("bridge.producer.shm_sender._MIN_BYTES", 1)
     first, second = (make_rows(Part.FORWARD, range(20 * n, 20 * n + 20)) for n in range(2))
     with RecordProducer(endpoint) as producer:
         producer.hello("e", layout)

@@ -28,9 +28,9 @@ from bridge.errors import BridgeUnreachable, CorruptMessage
 from bridge.layout import Part, RecordLayout
 from bridge.producer.producer import RecordProducer
 from bridge.store import MemoryStore
-from bridge.transport.shared_memory import PLACES, STAMP_BYTES, Region
+from bridge.transport.shared_memory import BUFFERS, STAMP_BYTES, ShmSegment
 from bridge.transport.sockets import queue_for_sending
-from bridge.wire import Fetch, FetchReply, PageRows, Ping, Place, PlacedRows, Pong
+from bridge.wire import BufferHandle, Fetch, FetchReply, PageRows, Ping, Pong, ShmPageRows
 from tests.bridge.daemon.test_daemon import Peer
 from tests.faults import engine
 from tests.faults.expected import Expected
@@ -85,7 +85,7 @@ def arrived(monkeypatch: pytest.MonkeyPatch) -> list[type]:
 
     def watched(self: Connection, *arguments: Any) -> Any:
         reply = told(self, *arguments)
-        if isinstance(reply, PageRows | PlacedRows):
+        if isinstance(reply, PageRows | ShmPageRows):
             kinds.append(type(reply))
         return reply
 
@@ -105,11 +105,13 @@ def test_a_place_of_any_size_serves_and_one_smaller_than_a_row_is_passed_over(
     more: int,
 ) -> None:
     nbytes = rows * layout.bytes_per_token() + more
-    monkeypatch.setattr("bridge.client.shm_receiver.Region", lambda: Region(PLACES, nbytes))
+    monkeypatch.setattr(
+        "bridge.client.shm_receiver.ShmSegment", lambda: ShmSegment(BUFFERS, nbytes)
+    )
     monkeypatch.setattr("bridge.daemon.fetch.gather.PIECE_BYTES", 300)
     with TraceClient(endpoint) as client:
         _assert_right(client.fetch("t"), payload)
-    assert set(arrived) == {PageRows if nbytes < layout.bytes_per_token() else PlacedRows}
+    assert set(arrived) == {PageRows if nbytes < layout.bytes_per_token() else ShmPageRows}
 
 
 @pytest.mark.usefixtures("producer")
@@ -145,13 +147,13 @@ def test_places_and_descriptors_come_back_however_an_answer_ends(
     caplog.set_level(logging.CRITICAL, logger="bridge.daemon.server")
     before = _held()
     with TraceClient(endpoint) as client:
-        for _ in range(2 * PLACES):
+        for _ in range(2 * BUFFERS):
             _assert_right(client.fetch("t"), payload)
             assert list(client.fetch_all(["nope"] * 3, allow_unknown=True)) == [None] * 3
             given_up = client.fetch_all(["t"] * 4)
             next(given_up)
             given_up.close()  # type: ignore[attr-defined]
-    assert set(arrived) == {PlacedRows}
+    assert set(arrived) == {ShmPageRows}
     assert _held() <= before + 1  # the daemon's, until it has been idle
 
 
@@ -201,7 +203,7 @@ def test_questions_that_come_again_at_any_time_never_yield_wrong_rows(
     monkeypatch: pytest.MonkeyPatch,
     seed: int,
 ) -> None:
-    """Also those whose places are lent to other answers by then."""
+    """Also those whose buffers belong to other answers by then."""
     rng = np.random.default_rng(seed)
     asked: list[list[bytes]] = []
 
@@ -212,7 +214,7 @@ def test_questions_that_come_again_at_any_time_never_yield_wrong_rows(
             last = asked[-8:]
             queue_for_sending(socket, last[int(rng.integers(len(last)))])
 
-    monkeypatch.setattr("bridge.client.shm_receiver.Region", lambda: Region(PLACES, 2500))
+    monkeypatch.setattr("bridge.client.shm_receiver.ShmSegment", lambda: ShmSegment(BUFFERS, 2500))
     monkeypatch.setattr("bridge.daemon.fetch.gather.PIECE_BYTES", 700)
     monkeypatch.setattr(connection_module, "queue_for_sending", again)
     right = 0
@@ -236,23 +238,23 @@ def test_a_place_that_is_none_is_answered_through_the_socket_and_ends_nothing(
 ) -> None:
     """A stranger may also name what overlaps, or the key: it is that client's own memory."""
     assert payload
-    with closing(Region(2, 1 << 14)) as region, closing(Peer(endpoint)) as peer:
-        place = region.borrow()
-        assert place is not None
+    with closing(ShmSegment(2, 1 << 14)) as segment, closing(Peer(endpoint)) as peer:
+        buffer = segment.acquire()
+        assert buffer is not None
         told = [
-            (place.offset - 7, 5000, place.key, PlacedRows),
-            (0, 5000, place.key, PlacedRows),
-            (place.offset, 1 << 20, place.key, PageRows),
-            (place.offset, 5000, "é" * 32, PageRows),
-            (place.offset, 5000, "0" * 32, PageRows),
+            (buffer.offset - 7, 5000, buffer.key, ShmPageRows),
+            (0, 5000, buffer.key, ShmPageRows),
+            (buffer.offset, 1 << 20, buffer.key, PageRows),
+            (buffer.offset, 5000, "é" * 32, PageRows),
+            (buffer.offset, 5000, "0" * 32, PageRows),
         ]
         for seq, (offset, nbytes, key, kind) in enumerate(told):
-            fetch = Fetch("t", place=Place(place.pid, place.fd, key, offset, nbytes))
+            fetch = Fetch("t", buffer=BufferHandle(buffer.pid, buffer.fd, key, offset, nbytes))
             assert isinstance(peer.ask(fetch, seq), FetchReply)
             for _ in Part:
                 answer, answered = peer.hear()
                 assert (type(answer), answered) == (kind, seq)
-        assert not any(region.memory(place)[STAMP_BYTES + 5000 :])
+        assert not any(segment.memory(buffer)[STAMP_BYTES + 5000 :])
 
 
 def _fetch_until_the_bridge_is_gone(

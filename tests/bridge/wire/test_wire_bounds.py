@@ -36,13 +36,13 @@ from bridge.wire import (
 )
 from bridge.wire import envelope as wire
 from bridge.wire.envelope import checksum, seal
-from bridge.wire.fetch import MAX_REGION_BYTES
+from bridge.wire.fetch import MAX_SEGMENT_BYTES
 from bridge.wire.refusal import refusal
 from tests.bridge.wire.test_wire import EXAMPLES
 
 _HUGE = 1 << 60
 _REFUSED = (CorruptMessage, SchemaMismatch)
-_PLACE = {"pid": 1, "fd": 3, "key": "0" * 32, "offset": 0, "nbytes": 1}
+_BUFFER = {"pid": 1, "fd": 3, "key": "0" * 32, "offset": 0, "nbytes": 1}
 _WHOLE = next(message for message in EXAMPLES if message.KIND == "hello").shards[0].to_dict()
 
 
@@ -56,11 +56,11 @@ def _with(kind: str, **fields: Any) -> list[Any]:
     body = copy.deepcopy(message.body())
     for path, value in fields.items():
         *maps, name = path.split("__")
-        place = body
+        target = body
         for step in maps:
-            place = place[step]
-        assert name in place
-        place[name] = value
+            target = target[step]
+        assert name in target
+        target[name] = value
     return seal(kind, 1, body, message.frames())
 
 
@@ -119,17 +119,17 @@ def _headed(header: bytes) -> list[bytes]:
         ("trajectory", {"shard": _HUGE}),
         ("fetch", {"tensor_slice": {"heads": [0] * 100}}),
         ("fetch", {"place": {str(i): 0 for i in range(6)}}),
-        ("fetch", {"place": _PLACE | {"pid": 0}}),
-        ("fetch", {"place": _PLACE | {"pid": _HUGE}}),
-        ("fetch", {"place": _PLACE | {"fd": -1}}),
-        ("fetch", {"place": _PLACE | {"key": "0" * 33}}),
-        ("fetch", {"place": _PLACE | {"offset": MAX_REGION_BYTES + 1}}),
-        ("fetch", {"place": _PLACE | {"nbytes": MAX_REGION_BYTES + 1}}),
-        ("fetch", {"place": _PLACE | {"nbytes": 0}}),
+        ("fetch", {"place": _BUFFER | {"pid": 0}}),
+        ("fetch", {"place": _BUFFER | {"pid": _HUGE}}),
+        ("fetch", {"place": _BUFFER | {"fd": -1}}),
+        ("fetch", {"place": _BUFFER | {"key": "0" * 33}}),
+        ("fetch", {"place": _BUFFER | {"offset": MAX_SEGMENT_BYTES + 1}}),
+        ("fetch", {"place": _BUFFER | {"nbytes": MAX_SEGMENT_BYTES + 1}}),
+        ("fetch", {"place": _BUFFER | {"nbytes": 0}}),
         ("placed_rows", {"begin": _HUGE}),
         ("placed_rows", {"row_bytes": _HUGE}),
         ("placed_rows", {"row_bytes": 0}),
-        ("placed_rows", {"at": MAX_REGION_BYTES + 1}),
+        ("placed_rows", {"at": MAX_SEGMENT_BYTES + 1}),
         ("placed_rows", {"stamp": -1}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
