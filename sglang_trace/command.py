@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-from typing import Annotated
-
 import typer
 
 from bridge.cli.app import app as bridge_app
+from bridge.cli.help_text import VersionOption, examples
 from patches.cli import app as patches_app
 
 PASSED_ON = {
@@ -19,35 +17,22 @@ PASSED_ON = {
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help=(
-        "FP4 rollouts whose rounding the trainer follows.\n\n"
-        "Examples:\n\n"
-        "  sglang-trace patches apply\n\n"
-        "  sglang-trace serve --trace-capture --model-path Qwen/Qwen3-30B-A3B\n\n"
-        "  sglang-trace train --nproc-per-node 8 train.py\n\n"
-        "  sglang-trace bridge top"
+    help="FP4 rollouts whose rounding the trainer follows.",
+    epilog=examples(
+        "sglang-trace patches apply",
+        "sglang-trace serve --trace-capture --model-path Qwen/Qwen3-30B-A3B",
+        "sglang-trace train --nproc-per-node 8 train.py",
+        "sglang-trace bridge top",
+        "sglang-trace --install-completion",
     ),
 )
 app.add_typer(bridge_app, name="bridge")
 app.add_typer(patches_app, name="patches")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"sglang-trace {version('sglang-trace')}")
-        raise typer.Exit
-
-
 @app.callback()
-def _options(
-    _version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
-) -> None:
-    pass
+def options(_version: VersionOption = False) -> None:
+    """Take the options that stand before a command's name."""
 
 
 @app.command(context_settings=PASSED_ON)

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bridge.cli.help_text import VersionOption, examples
 from bridge.cli.units import format_size, parse_size
 from bridge.daemon.run import Access, Limits, serve_until_stopped
 from bridge.errors import TraceError
@@ -27,6 +28,10 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     help="Carry records of FP4 rollouts from inference engines to trainers.",
+    epilog=(
+        "Shell completion works for the same commands as `sglang-trace bridge ...`; "
+        "`sglang-trace --install-completion` installs it."
+    ),
 )
 
 DirOption = Annotated[
@@ -66,7 +71,19 @@ ParentOption = Annotated[
 ]
 
 
-@app.command()
+@app.callback()
+def options(_version: VersionOption = False) -> None:
+    """Take the options that stand before a command's name."""
+
+
+@app.command(
+    epilog=examples(
+        "python -m bridge serve",
+        "python -m bridge serve --dir /data/bridge --disk-limit 512GiB --keep 2",
+        "python -m bridge serve --http 127.0.0.1:8080 --log-format json",
+        "python -m bridge serve --endpoint tcp://0.0.0.0:7707 --keys bridge.keys",
+    )
+)
 def serve(
     endpoint: Annotated[
         str,
@@ -140,7 +157,7 @@ def serve(
         )
 
 
-@app.command()
+@app.command(epilog=examples("python -m bridge mooncake --size 64GiB --port 50051"))
 def mooncake(
     size: Annotated[str, typer.Option(help="Most memory of the pool.", metavar="SIZE")] = "8GiB",
     port: Annotated[int, typer.Option(help="Where its master listens.")] = 50051,
@@ -157,7 +174,11 @@ def mooncake(
         run_until_stopped(parse_size(size), port, parent)
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "python -m bridge gc --keep 2", "python -m bridge gc --max-version-diff 1 --expire 3600"
+    )
+)
 def gc(
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     keep: KeepOption = None,
@@ -182,7 +203,13 @@ def gc(
         print(f"gave up {done.trajectories} trajectories and {done.rows} rows")
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "python -m bridge inspect",
+        "python -m bridge inspect step-12/ --endpoint tcp://127.0.0.1:7707",
+        "python -m bridge inspect --dir /data/bridge --json",
+    )
+)
 def inspect(
     trajectory: Annotated[
         str, typer.Argument(help="Only trajectories whose name begins so.", metavar="[TRAJECTORY]")
@@ -210,7 +237,7 @@ DirectoryArgument = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, not a sentence.")]
 
 
-@app.command()
+@app.command(epilog=examples("python -m bridge backup /data/bridge /backup/bridge"))
 def backup(
     directory: DirectoryArgument,
     destination: Annotated[
@@ -232,7 +259,7 @@ def backup(
     _say(as_json, asdict(copied), f"copied {format_size(copied.nbytes)} to {destination}")
 
 
-@app.command()
+@app.command(epilog=examples("python -m bridge verify /data/bridge --json"))
 def verify(directory: DirectoryArgument, as_json: JsonOption = False) -> None:
     """Read all of a store: every row's checksum, every message, and the index they give.
 
@@ -258,7 +285,7 @@ def verify(directory: DirectoryArgument, as_json: JsonOption = False) -> None:
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(epilog=examples("python -m bridge compact /data/bridge"))
 def compact(directory: DirectoryArgument, as_json: JsonOption = False) -> None:
     """Make the file of a store as small as what it holds; no bridge may serve it meanwhile.
 
@@ -272,7 +299,9 @@ def compact(directory: DirectoryArgument, as_json: JsonOption = False) -> None:
     _say(as_json, asdict(done), f"{format_size(done.was)} before, {format_size(done.nbytes)} now")
 
 
-@app.command()
+@app.command(
+    epilog=examples("python -m bridge cost", "python -m bridge cost Qwen3-30B-A3B/config.json")
+)
 def cost(
     config: Annotated[
         Path | None,
@@ -286,7 +315,11 @@ def cost(
         print(cost_table(PUBLISHED if config is None else read_model(config)))
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "python -m bridge top", "python -m bridge top --endpoint tcp://127.0.0.1:7707 --once"
+    )
+)
 def top(
     endpoints: Annotated[
         list[str] | None,
@@ -318,7 +351,7 @@ def top(
             raise typer.Exit(1)
 
 
-@app.command(name="keys")
+@app.command(name="keys", epilog=examples("python -m bridge keys ./keys rollout trainer"))
 def make_key_files(
     directory: Annotated[Path, typer.Argument(help="Folder of the files.", metavar="DIR")],
     clients: Annotated[

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import sys
 from importlib.metadata import version
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from sglang_trace import command
@@ -42,3 +48,34 @@ def test_the_tools_are_commands_too(group: str) -> None:
     result = RUNNER.invoke(command.app, [group, "--help"])
     assert result.exit_code == 0
     assert "Usage: " in result.stdout
+
+
+def test_examples_name_commands_that_exist() -> None:
+    group: Any = typer.main.get_command(command.app)
+    title, *lines = group.epilog.split("\n\n")
+    assert title == "Examples:"
+    shown = RUNNER.invoke(command.app, ["--help"], env={"COLUMNS": "80"}).stdout
+    for line in lines:
+        assert line in shown
+        script, name, *_ = shlex.split(line)
+        assert script == "sglang-trace"
+        assert name in group.commands or name == "--install-completion"
+
+
+def test_a_script_for_shell_completion_is_printed() -> None:
+    code = "from sglang_trace.command import main; main()"
+    result = subprocess.run(
+        [sys.executable, "-c", code, "--show-completion", "bash"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
+    )
+    assert result.returncode == 0
+    assert "complete -o" in result.stdout
+    assert "_SGLANG_TRACE_COMPLETE" in result.stdout
+
+
+def test_help_of_a_bridge_command_shows_its_example() -> None:
+    result = RUNNER.invoke(command.app, ["bridge", "gc", "--help"])
+    assert result.exit_code == 0
+    assert "python -m bridge gc --keep 2" in result.stdout
