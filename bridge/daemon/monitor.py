@@ -41,7 +41,9 @@ class Monitor:
 
     def newest(self) -> Status:
         """Return the newest document with what waits now; any thread may ask, at any time."""
-        return replace(self._newest, waiting=self._ingest.waiting(time.monotonic()))
+        newest, taken_at = self._newest
+        now = time.monotonic()
+        return replace(newest, waiting=self._ingest.waiting(now), age_s=now - taken_at)
 
     def take(self) -> Status:
         """Return the document of this moment."""
@@ -79,8 +81,9 @@ class Monitor:
         )
 
     def _renew(self) -> None:
-        self._newest = self.take()
-        self._history = self._newest.history
+        status = self.take()
+        self._newest = status, time.monotonic()
+        self._history = status.history
 
     def _engine(self, engine: Engine, now: float) -> EngineStatus:
         name = engine.hello.engine_id

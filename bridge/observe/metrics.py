@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import TypeVar
@@ -49,7 +48,7 @@ class _StatusCollector(Collector):
         yield _gauge(
             "status_age_seconds",
             "Age of these numbers; more than 2 s: the daemon works on one thing for so long",
-            max(0.0, time.time() - status.taken_at),
+            status.age_s,
         )
         yield from _traffic(status)
         yield from _store(status)

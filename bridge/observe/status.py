@@ -78,7 +78,8 @@ class Status:
     went to trainers, ``refused`` messages by error class, ``ack_latency`` the time from receiving
     a message to acknowledging it. ``collected`` counts trajectories that were given up by the state
     they were in: an open one expired or grew too old before it finished. ``history`` has about one
-    sample a second, oldest first.
+    sample a second, oldest first. ``age_s`` is how old the other fields were when the daemon
+    handed the document out, by the daemon's monotonic clock.
     """
 
     endpoint: str
@@ -98,6 +99,7 @@ class Status:
     engines: tuple[EngineStatus, ...]
     history: tuple[Sample, ...]
     store: StoreStatus
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

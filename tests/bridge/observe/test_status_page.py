@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(
     reason="no Chromium with its chromedriver here (Debian: chromium chromium-driver)",
 )
 
+POINTS = "document.querySelector('#in-line polyline').points"
 HOSTILE = "<img src=x onerror=\"document.title='taken over'\">"
 
 
@@ -62,18 +63,37 @@ def test_the_page_shows_what_the_daemon_counts_and_renews_itself(
     assert page.text("endpoint") == filled.endpoint
     assert "RL step 17" in page.text("about")
     assert page.text("dropped") == "5,678 rows"
-    expected = "held given up; open 1 0 expired; finished 1 0; aborted 0 0; all 2 0"
+    expected = "stored removed since start; open 1 0 expired; finished 1 0; aborted 0 0; all 2 0"
     assert page.text("trajectories").split() == expected.replace(";", "").split()
     forward = page.text("rows").splitlines()[1]
     assert forward.split("\t")[:3] == ["forward", "1,234", "1,234"]
-    assert "of 64.0 MiB" in page.text("tiers")
-    assert "0 rows" in page.text("lag")
-    points = "document.querySelector('#in-line polyline').points.length"
-    page.wait_for(f"{points} >= 2")
+    assert "of 64.0 MiB" in page.text("space")
+    assert "0 rows" in page.text("acks")
+    page.wait_for(f"{POINTS}.length >= 2")
     with TraceClient(filled.endpoint) as trainer:
         trainer.begin_step(18)
     page.wait_for("document.getElementById('about').innerText.includes('RL step 18')")
     assert page.errors() == []
+
+
+def test_charts_have_a_time_axis_that_ends_now(page: Browser, filled: Observed) -> None:
+    page.open(filled.url)
+    page.wait_for(f"{POINTS}.length >= 2")
+    for chart in ("in", "out", "dropped"):
+        assert page.text(f"{chart}-axis").split("\n") == ["2 min ago", "1 min ago", "now"]
+    # A daemon of a few seconds fills the right end only: two minutes are 100 units wide.
+    xs = page.evaluate(f"return Array.from({POINTS}).map(point => point.x)")
+    assert xs == sorted(xs)
+    assert 60 < xs[0] < xs[-1] <= 100
+
+
+def test_ages_do_not_depend_on_the_browsers_clock(page: Browser, filled: Observed) -> None:
+    page.open(filled.url)
+    page.wait_for(f"{POINTS}.length >= 2")
+    page.evaluate("Date.now = () => 4e12")
+    page.wait_for(f"{POINTS}.length >= 4")
+    assert page.text("state") == "serving"
+    assert "ago" in page.text("engines")
 
 
 def test_names_of_engines_are_texts_and_never_markup(page: Browser, filled: Observed) -> None:
