@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     reason="no Chromium with its chromedriver here (Debian: chromium chromium-driver)",
 )
 
-POINTS = "document.querySelector('#in-line polyline').points"
+POINTS = "(document.querySelector('#in-line polyline')?.points ?? [])"
 HOSTILE = "<img src=x onerror=\"document.title='taken over'\">"
 
 
