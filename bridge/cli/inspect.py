@@ -73,7 +73,7 @@ def inspect_directory(directory: Path, prefix: str) -> Inspection:
             str(directory),
             store.tier,
             memory_bytes=0,
-            disk_bytes=store.fill().disk_bytes,
+            disk_bytes=store.usage().disk_bytes,
             memory_limit=None,
             disk_limit=None,
             pool_bytes=0,
@@ -113,8 +113,8 @@ def render(inspection: Inspection) -> None:
         )
     console = Console()
     console.print(table)
-    memory = _fill(inspection.memory_bytes, inspection.memory_limit)
-    disk = _fill(inspection.disk_bytes, inspection.disk_limit)
+    memory = _usage(inspection.memory_bytes, inspection.memory_limit)
+    disk = _usage(inspection.disk_bytes, inspection.disk_limit)
     pool = f", Mooncake: {format_size(inspection.pool_bytes)}" if inspection.pool_bytes else ""
     console.print(
         f"memory: {memory}, disk: {disk}{pool} (a row that trajectories share is stored once)"
@@ -124,7 +124,7 @@ def render(inspection: Inspection) -> None:
         console.print("the store is full and refuses records: python -m bridge gc makes room")
 
 
-def _fill(used: int, limit: int | None) -> str:
+def _usage(used: int, limit: int | None) -> str:
     return format_size(used) if not limit else f"{format_size(used)} of {format_size(limit)}"
 
 

@@ -28,23 +28,23 @@ def show_live(watch: Watch) -> None:
     """Renew the tables every second until Ctrl-C."""
     with (
         suppress(KeyboardInterrupt),
-        Live(tables(watch.first_look()), screen=True, auto_refresh=False) as live,
+        Live(tables(watch.first_statuses()), screen=True, auto_refresh=False) as live,
     ):
         while True:
             time.sleep(_PERIOD_S)
-            live.update(tables(watch.look()), refresh=True)
+            live.update(tables(watch.statuses()), refresh=True)
 
 
 def show_once(watch: Watch) -> bool:
     """Print the tables; return whether all daemons answered."""
-    shown = watch.first_look()
+    shown = watch.first_statuses()
     Console().print(tables(shown))
     return _all_answered(shown)
 
 
 def show_json(watch: Watch) -> bool:
     """Print every daemon's status document, or its endpoint and error; return likewise."""
-    shown = watch.first_look()
+    shown = watch.first_statuses()
     items = [
         json.loads(to_json(found))
         if isinstance(found, Status)
@@ -94,8 +94,8 @@ def _column(found: Status | TraceError) -> dict[str, str]:
         f" / {states[TrajectoryState.ABORTED]}",
         f"{found.collected[TrajectoryState.OPEN]} / {held.collected}",
         f"{held.forward_rows:,} / {held.kv_rows:,} / {held.partial_rows:,}",
-        _fill(held.memory_bytes + held.index_bytes, held.memory_limit),
-        _fill(held.disk_bytes, held.disk_limit),
+        _usage(held.memory_bytes + held.index_bytes, held.memory_limit),
+        _usage(held.disk_bytes, held.disk_limit),
         f"{format_size(int(recent.bytes_in))}/s, {recent.rows_in:,.0f} rows/s",
         f"{format_size(int(recent.bytes_out))}/s, {recent.rows_out:,.0f} rows/s",
         f"{found.waiting.rows:,} rows, {duration(found.waiting.oldest_s)}",
@@ -153,7 +153,7 @@ def _plain(text: str) -> str:
     return escape("".join(char if char.isprintable() else "?" for char in text))
 
 
-def _fill(used: int, limit: int) -> str:
+def _usage(used: int, limit: int) -> str:
     if not limit:
         return _NOTHING
     return f"{format_size(used)} of {format_size(limit)} ({used / limit:.0%})"

@@ -27,16 +27,16 @@ class Watch:
         self._timeout_s = timeout_s
         self._connections = {endpoint: Connection(endpoint, keys) for endpoint in endpoints}
 
-    def look(self) -> dict[str, Status | TraceError]:
+    def statuses(self) -> dict[str, Status | TraceError]:
         """Return, by endpoint, what each daemon shows, or why it shows nothing."""
         end = time.monotonic() + self._timeout_s
         asked = {name: peer.say(Observe()) for name, peer in self._connections.items()}
         return {name: _status(self._connections[name], seq, end) for name, seq in asked.items()}
 
-    def first_look(self) -> dict[str, Status | TraceError]:
+    def first_statuses(self) -> dict[str, Status | TraceError]:
         """Look, and say on stderr what is waited for if that takes long."""
         with waiting_for(f"the bridge at {', '.join(self._connections)}", self._timeout_s):
-            return self.look()
+            return self.statuses()
 
     def __enter__(self) -> Self:
         return self

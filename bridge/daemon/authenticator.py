@@ -33,11 +33,11 @@ _WHY = {
 _EVENT = struct.Struct("=Hi")
 
 
-class Guard:
-    """Lets clients with a known key through to a socket that is not bound yet; counts the others.
+class Authenticator:
+    """Accept the clients of a key file at a socket that is not bound yet; count the others.
 
-    The daemon's loop waits for ``sockets`` too and calls ``turn``. Without an answer to ZAP nobody
-    comes in.
+    The daemon's loop polls ``sockets`` too and calls ``run_once``. ZeroMQ accepts no client before
+    the authenticator has answered its ZAP request.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Guard:
         self._monitor = socket.get_monitor_socket(_FAILURES)
         self.sockets = (self._zap, self._monitor)
 
-    def turn(self) -> None:
-        """Answer who may come in, and note who did not."""
+    def run_once(self) -> None:
+        """Answer ZAP requests and count failed handshakes."""
         while self._zap.poll(0):
             version, request, _, address, _, mechanism, *credentials = self._zap.recv_multipart()
             name = self._names.get(credentials[0]) if mechanism == b"CURVE" else None
@@ -73,7 +73,7 @@ class Guard:
             self._warn(_WHY[_EVENT.unpack(event)[0]])
 
     def _warn(self, why: str) -> None:
-        """Log a refusal, but not all of those who try again and again."""
+        """Log a refused connection, at most once per `_WARNING_PERIOD_S`."""
         now = time.monotonic()
         if now - self._warned_at >= _WARNING_PERIOD_S:
             self._warned_at = now

@@ -10,8 +10,8 @@ from bridge.index.checkpoint import Checkpoint
 from bridge.store import Position, Store
 
 # A start replays so many entries at most, or this part of those held, about a second's work.
-_MOST_BEHIND = 32_768
-_MOST_BEHIND_PART = 32
+_MAX_BEHIND = 32_768
+_MAX_BEHIND_PART = 32
 _WORTH_IT = 1024
 # A checkpoint stops the daemon for a moment: at most this part of its time.
 _TIME_PART = 20
@@ -20,7 +20,7 @@ _COPIES = 4  # of the index there is room for in memory, or no checkpoint is tak
 
 def most_behind(entries: int) -> int:
     """Return how many entries a start replays at most, of a journal that had so many."""
-    return max(_MOST_BEHIND, entries // _MOST_BEHIND_PART)
+    return max(_MAX_BEHIND, entries // _MAX_BEHIND_PART)
 
 
 class Checkpoints:
@@ -34,7 +34,7 @@ class Checkpoints:
         self._written = Position(0, 0)
         self._not_before = 0.0
 
-    def look(self, *, quiet: bool) -> None:
+    def tick(self, *, quiet: bool) -> None:
         """Begin to write a checkpoint if one is due; ``quiet``: nobody waits for the daemon."""
         position = self._store.position()
         if position is None or not self._is_due(position, quiet) or self._is_busy():
@@ -69,7 +69,7 @@ class Checkpoints:
     def _take(self, position: Position) -> Checkpoint | None:
         """Copy the index, None if memory or the store has no room for the copy."""
         begun = time.monotonic()
-        nbytes, limit = self._catalog.nbytes(), self._store.fill().memory_limit
+        nbytes, limit = self._catalog.nbytes(), self._store.usage().memory_limit
         if limit and _COPIES * nbytes > limit:
             return None
         self._store.reserve(2 * nbytes)

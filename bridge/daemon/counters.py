@@ -11,7 +11,7 @@ from bridge.observe.histogram import Durations
 from bridge.wire import Block, PageRows, ShmPageRows
 
 
-class Flow:
+class Counters:
     """Plain counters; only the daemon's own thread touches them."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bridge.daemon.counters import Flow
+from bridge.daemon.counters import Counters
 from bridge.daemon.fetch.gather import Gather
 from bridge.daemon.health import StoreHealth, StoreState
 from bridge.daemon.held_rows import Arriving, HeldRows, require_distinct
@@ -51,11 +51,11 @@ class Ingest:
     """
 
     def __init__(
-        self, store: Store, catalog: Catalog, flow: Flow, gather: Gather, answer: Answer
+        self, store: Store, catalog: Catalog, counters: Counters, gather: Gather, answer: Answer
     ) -> None:
         self._store = store
         self._catalog = catalog
-        self._flow = flow
+        self._counters = counters
         self._answer = answer
         self._held_rows = HeldRows(catalog, gather)
         self._arriving = Arriving()
@@ -81,7 +81,7 @@ class Ingest:
         are_held = isinstance(message, Rows) and self._are_held(message)
         now = time.monotonic()
         if engine_id in self._catalog.engines:
-            self._flow.last_seen[engine_id] = now
+            self._counters.last_seen[engine_id] = now
         if are_held or self._catalog.seen(told, seq) or self._came_before(peer, told, seq):
             self.duplicates += 1
             self._held[peer].append(seq)
@@ -145,7 +145,7 @@ class Ingest:
 
     def _require_room(self, growth: int) -> None:
         """Reserve memory for the index; raise StoreFull if it would grow beyond the limit."""
-        limit, held = self._store.fill().memory_limit, self._catalog.nbytes()
+        limit, held = self._store.usage().memory_limit, self._catalog.nbytes()
         if limit and held + growth > limit:
             error = StoreFull(
                 f"the index of the bridge's records takes {held} bytes and this message would add "
@@ -166,14 +166,14 @@ class Ingest:
                 log.warning("%s", error, extra=event(_REFUSALS[type(error)]))
             self._told_full = True
             self.health = StoreHealth.of(error)
-            self._flow.refuse(error)
+            self._counters.refuse(error)
             self._store.reserve(self._catalog.nbytes())
             self._answer(pending.peer, refusal(error), pending.seq)
 
     def _tell_of_room(self, batch: list[Pending]) -> None:
-        """Tell the end of a full store; that it took vital entries says nothing of its room."""
+        """Tell the end of a full store; that it took reserved entries says nothing of its room."""
         is_well = self.health.state is StoreState.OK
-        if self._told_full and is_well and not all(item.entry.vital for item in batch):
+        if self._told_full and is_well and not all(item.entry.reserved for item in batch):
             log.info("the store takes records again", extra=event(Event.STORE_HAS_ROOM))
             self._told_full = False
 
@@ -183,11 +183,11 @@ class Ingest:
         for pending, number in zip(batch, numbers, strict=True):
             self._catalog.apply(pending.told, pending.seq, number)
             self._held[pending.peer].append(pending.seq)
-            self._flow.store(pending.told, now - pending.received_at)
+            self._counters.store(pending.told, now - pending.received_at)
             if isinstance(pending.told, Step):
                 self._remember(pending.peer, pending.told, pending.seq)
             else:
-                self._flow.last_seen[pending.told.engine_id] = now
+                self._counters.last_seen[pending.told.engine_id] = now
             if isinstance(pending.told, Hello | Dropped):
                 _log(pending.told)
         self._store.reserve(self._catalog.nbytes())
@@ -221,5 +221,5 @@ def _entry(message: Ingested, told: Told, seq: int) -> Entry:
     if isinstance(message, Rows):
         payload = wire_bytes(message.payload, "u1")
         return Entry(pack(told, seq), payload, message.block.row_bytes)
-    vital, makes_room = isinstance(message, Hello | Step | Dropped), isinstance(message, Step)
-    return Entry(pack(told, seq), vital=vital, makes_room=makes_room)
+    reserved, frees_space = isinstance(message, Hello | Step | Dropped), isinstance(message, Step)
+    return Entry(pack(told, seq), reserved=reserved, frees_space=frees_space)

@@ -6,9 +6,9 @@ import os
 import time
 from dataclasses import replace
 
-from bridge.daemon.counters import Flow
+from bridge.daemon.counters import Counters
 from bridge.daemon.ingest import Ingest
-from bridge.daemon.queries import Census
+from bridge.daemon.queries import AdminQueries
 from bridge.index import Catalog, Engine
 from bridge.layout import Part
 from bridge.observe.status import EngineStatus, Sample, Status, StoreStatus
@@ -21,22 +21,27 @@ class Monitor:
     """Keeps the newest document, whole and never changed, for other threads to read."""
 
     def __init__(
-        self, endpoint: str, census: Census, catalog: Catalog, ingest: Ingest, flow: Flow
+        self,
+        endpoint: str,
+        queries: AdminQueries,
+        catalog: Catalog,
+        ingest: Ingest,
+        counters: Counters,
     ) -> None:
         self._endpoint = endpoint
-        self._census = census
+        self._queries = queries
         self._catalog = catalog
         self._ingest = ingest
-        self._flow = flow
-        self._started_at = self._looked_at = time.monotonic()
+        self._counters = counters
+        self._started_at = self._ticked_at = time.monotonic()
         self._history: tuple[Sample, ...] = ()
         self._renew()
 
-    def look(self) -> None:
+    def tick(self) -> None:
         """Renew the document if it is a second old."""
         now = time.monotonic()
-        if now - self._looked_at >= _PERIOD_S:
-            self._looked_at = now
+        if now - self._ticked_at >= _PERIOD_S:
+            self._ticked_at = now
             self._renew()
 
     def newest(self) -> Status:
@@ -47,18 +52,18 @@ class Monitor:
 
     def take(self) -> Status:
         """Return the document of this moment."""
-        flow, held, now = self._flow, self._census.stats(), time.monotonic()
+        counters, held, now = self._counters, self._queries.stats(), time.monotonic()
         health = self._ingest.health
         engines = tuple(self._engine(engine, now) for engine in self._catalog.engine_list)
         sample = Sample(
             at=now - self._started_at,
-            rows_in=flow.rows_received.total(),
-            bytes_in=flow.bytes_received.total(),
-            rows_out=flow.rows_sent.total(),
-            bytes_out=flow.bytes_sent.total(),
+            rows_in=counters.rows_received.total(),
+            bytes_in=counters.bytes_received.total(),
+            rows_out=counters.rows_sent.total(),
+            bytes_out=counters.bytes_sent.total(),
             dropped_rows=held.dropped_rows,
-            acks=flow.ack_latency.count,
-            ack_s=flow.ack_latency.sum_s,
+            acks=counters.ack_latency.count,
+            ack_s=counters.ack_latency.sum_s,
         )
         return Status(
             endpoint=self._endpoint,
@@ -66,13 +71,13 @@ class Monitor:
             taken_at=time.time(),
             uptime_s=now - self._started_at,
             held=held,
-            rows_received={part: flow.rows_received[part] for part in Part},
-            bytes_received={part: flow.bytes_received[part] for part in Part},
-            rows_sent={part: flow.rows_sent[part] for part in Part},
-            bytes_sent={part: flow.bytes_sent[part] for part in Part},
-            refused=dict(flow.refused),
+            rows_received={part: counters.rows_received[part] for part in Part},
+            bytes_received={part: counters.bytes_received[part] for part in Part},
+            rows_sent={part: counters.rows_sent[part] for part in Part},
+            bytes_sent={part: counters.bytes_sent[part] for part in Part},
+            refused=dict(counters.refused),
             waiting=self._ingest.waiting(now),
-            ack_latency=flow.ack_latency.histogram(),
+            ack_latency=counters.ack_latency.histogram(),
             trajectories=dict(self._catalog.states),
             collected=dict(self._catalog.collected),
             engines=engines,
@@ -87,7 +92,7 @@ class Monitor:
 
     def _engine(self, engine: Engine, now: float) -> EngineStatus:
         name = engine.hello.engine_id
-        seen = self._flow.last_seen.get(name)
+        seen = self._counters.last_seen.get(name)
         return EngineStatus(
             engine=name,
             idle_s=None if seen is None else now - seen,

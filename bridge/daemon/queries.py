@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bridge.daemon.authenticator import Guard
-from bridge.daemon.counters import Flow
+from bridge.daemon.authenticator import Authenticator
+from bridge.daemon.counters import Counters
 from bridge.daemon.fetch.gather import Gather
 from bridge.daemon.health import StoreState
 from bridge.daemon.ingest import Ingest
@@ -17,7 +17,7 @@ from bridge.wire import Digests, DigestsReply, List, ListReply, StatsReply
 _LIST_PAGE = 1000
 
 
-class Census:
+class AdminQueries:
     """Lists trajectories and digests, and counts."""
 
     def __init__(
@@ -27,18 +27,18 @@ class Census:
         ingest: Ingest,
         gather: Gather,
         retention: Retention,
-        flow: Flow,
+        counters: Counters,
         damaged_entries: int,
-        guard: Guard | None,
+        authenticator: Authenticator | None,
     ) -> None:
         self._store = store
         self._catalog = catalog
         self._ingest = ingest
         self._gather = gather
         self._retention = retention
-        self._flow = flow
+        self._counters = counters
         self._damaged_entries = damaged_entries
-        self._guard = guard
+        self._authenticator = authenticator
 
     def list(self, asked: List) -> ListReply:
         """Return one page of summaries in the order in which trajectories were first told of."""
@@ -53,15 +53,15 @@ class Census:
 
     def stats(self) -> StatsReply:
         """Return the counters."""
-        fill = self._store.fill()
+        usage = self._store.usage()
         return StatsReply(
             store=self._store.tier,
-            memory_bytes=fill.memory_bytes,
+            memory_bytes=usage.memory_bytes,
             index_bytes=self._catalog.nbytes(),
-            memory_limit=fill.memory_limit,
-            disk_bytes=fill.disk_bytes,
-            disk_limit=fill.disk_limit,
-            pool_bytes=fill.pool_bytes,
+            memory_limit=usage.memory_limit,
+            disk_bytes=usage.disk_bytes,
+            disk_limit=usage.disk_limit,
+            pool_bytes=usage.pool_bytes,
             full=int(self._ingest.health.state is StoreState.FULL),
             step=self._catalog.step,
             engines=len(self._catalog.engines),
@@ -74,8 +74,8 @@ class Census:
             messages=self._ingest.accepted,
             commits=self._ingest.commits,
             duplicates=self._ingest.duplicates,
-            refused=self._flow.refused.total(),
-            refused_peers=0 if self._guard is None else self._guard.refused,
+            refused=self._counters.refused.total(),
+            refused_peers=0 if self._authenticator is None else self._authenticator.refused,
             corrupt_rows=self._gather.corrupt_rows,
             damaged_entries=self._damaged_entries,
             failing=int(self._ingest.health.state is StoreState.FAILING),

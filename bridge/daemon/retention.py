@@ -19,8 +19,8 @@ from bridge.wire import GcReply, Pin, Policy
 
 log = logging.getLogger(__name__)
 
-_MOST_PINS = 1 << 16
-_LEAST_PIN_BYTES = 64 << 10
+_MAX_PINS = 1 << 16
+_MIN_PIN_BYTES = 64 << 10
 # Entries that say nothing any more go together, because a deletion costs two disk syncs.
 _SUPERSEDED = 64
 _EXPIRY_PERIOD_S = 1.0
@@ -33,7 +33,7 @@ class Retention:
         self._store = store
         self._catalog = catalog
         self._policy = policy
-        self._looked_at = time.monotonic()
+        self._ticked_at = time.monotonic()
         self._step = catalog.step
         self._versions = 0
         self._most_steps = _SUPERSEDED
@@ -59,11 +59,11 @@ class Retention:
             if not pins.renew(name, asked.lease_s, now)
         ]
         each = [Pin((name,), asked.lease_s) for name in names]
-        numbers = self._store.append([Entry(pack(pin, 0), vital=True) for pin in each])
+        numbers = self._store.append([Entry(pack(pin, 0), reserved=True) for pin in each])
         for pin, number in zip(each, numbers, strict=True):
             self._catalog.apply(pin, 0, number)
 
-    def look(self) -> None:
+    def tick(self) -> None:
         """Collect by the daemon's policy if a step, a weight version or time asks for it."""
         now = time.monotonic()
         if len(self._catalog.steps) > self._most_steps:
@@ -75,8 +75,8 @@ class Retention:
         if moved != (self._step, self._versions):
             self._step, self._versions = moved
             self.collect(self._policy)
-        elif self._policy.expire_s is not None and now - self._looked_at >= _EXPIRY_PERIOD_S:
-            self._looked_at = now
+        elif self._policy.expire_s is not None and now - self._ticked_at >= _EXPIRY_PERIOD_S:
+            self._ticked_at = now
             self.collect(replace(self._policy, keep=None, max_version_diff=None))
 
     def collect(self, policy: Policy) -> GcReply:
@@ -105,13 +105,13 @@ class Retention:
 
     def _require_room_for_pins(self, names: Iterable[str]) -> None:
         """Raise StoreFull if these would be too many: they use what a full store keeps back."""
-        pins, fill = self._catalog.pins, self._store.fill()
+        pins, usage = self._catalog.pins, self._store.usage()
         new = [name for name in set(names) if name not in pins]
-        limit = min(limit for limit in (fill.memory_limit, fill.disk_limit, 1 << 40) if limit)
-        most = max(limit // 64, _LEAST_PIN_BYTES)
-        if len(pins) + len(new) > _MOST_PINS:
+        limit = min(limit for limit in (usage.memory_limit, usage.disk_limit, 1 << 40) if limit)
+        most = max(limit // 64, _MIN_PIN_BYTES)
+        if len(pins) + len(new) > _MAX_PINS:
             raise StoreFull(
-                f"{_MOST_PINS} trajectories can be pinned at a time and these would be more; "
+                f"{_MAX_PINS} trajectories can be pinned at a time and these would be more; "
                 "unpin some, or wait for their leases to end"
             )
         if pins.nbytes + sum(map(cost, new)) > most:

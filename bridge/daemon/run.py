@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge.daemon.memory.malloc import keep_freed_memory
+from bridge.daemon.memory.malloc import tune_malloc
 from bridge.daemon.server import Daemon
 from bridge.daemon.spawn import READY, STATUS_PAGE
 from bridge.errors import TraceError
@@ -71,7 +71,7 @@ def serve_until_stopped(
 ) -> None:
     """Serve until SIGTERM, SIGINT or the end of the parent; raise TraceError if it cannot start."""
     logs.start()
-    keep_freed_memory()
+    tune_malloc()
     _take_all_files()
     keys = access.bridge_keys()
     store = _store(limits)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
-from bridge.daemon.authenticator import Guard
+from bridge.daemon.authenticator import Authenticator
 from bridge.daemon.checkpoints import Checkpoints
-from bridge.daemon.counters import Flow
+from bridge.daemon.counters import Counters
 from bridge.daemon.fetch.answer import Fetching
 from bridge.daemon.fetch.gather import Gather
 from bridge.daemon.fetch.landing import Landing
@@ -20,7 +20,7 @@ from bridge.daemon.memory.outbox import Outbox
 from bridge.daemon.memory.shared_memory import Regions
 from bridge.daemon.memory.waiting import WaitingQuestions
 from bridge.daemon.monitor import Monitor
-from bridge.daemon.queries import Census
+from bridge.daemon.queries import AdminQueries
 from bridge.daemon.retention import Retention
 from bridge.errors import CorruptMessage, TraceError
 from bridge.index.recovery import recover
@@ -59,11 +59,11 @@ _POLL_MS = 200
 _WAITING_POLL_MS = 2
 # Questions whose answers wait for a client to read those before.
 LARGELY_ANSWERED = (Fetch, List, Digests, Stats, Observe)
-_TURN_MESSAGES = 256
+_BATCH_MESSAGES = 256
 # Waiting questions that are answered before what has arrived meanwhile is looked at.
-_TURN_ANSWERS = 16
+_BATCH_ANSWERS = 16
 # A peer that takes nothing for so long is disconnected; it comes back by itself when it reads.
-_PATIENCE_MS = 60_000
+_TIMEOUT_MS = 60_000
 
 
 class Daemon:
@@ -91,67 +91,72 @@ class Daemon:
             reach = Reach.LOOPBACK if keys is None and not insecure else Reach.ANYWHERE
             at = checked_endpoint(endpoint, reach)
             self._socket = self._context.socket(zmq.ROUTER)
-            self._guard = None if keys is None else Guard(self._context, self._socket, keys)
-            budget = Budget.of(store.fill().memory_limit)
-            self._turn_bytes = budget.turn
+            self._authenticator = (
+                None if keys is None else Authenticator(self._context, self._socket, keys)
+            )
+            budget = Budget.of(store.usage().memory_limit)
+            self._batch_bytes = budget.turn
             _listen(self._socket, at, budget.queued_messages)
             catalog, damaged_entries = recover(store)
         except BaseException:
             self._context.destroy()
             raise
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        for awaited in (self._socket, *(self._guard.sockets if self._guard else ())):
+        for awaited in (
+            self._socket,
+            *(self._authenticator.sockets if self._authenticator else ()),
+        ):
             self._poller.register(awaited, zmq.POLLIN)
         gather = Gather(store)
         self._outbox = Outbox(self._socket, budget)
         self._waiting = WaitingQuestions(budget)
-        self._flow = Flow()
-        self._ingest = Ingest(store, catalog, self._flow, gather, self._outbox.tell)
+        self._counters = Counters()
+        self._ingest = Ingest(store, catalog, self._counters, gather, self._outbox.tell)
         self._fetching = Fetching(catalog, gather)
         self._regions = Regions(budget.lent)
         self._mapped = MappedFiles(budget.mapped)
         self._retention = Retention(store, catalog, policy or Policy())
-        self._census = Census(
+        self._queries = AdminQueries(
             store,
             catalog,
             self._ingest,
             gather,
             self._retention,
-            self._flow,
+            self._counters,
             damaged_entries,
-            self._guard,
+            self._authenticator,
         )
         self._checkpoints = Checkpoints(store, catalog)
         store.reserve(catalog.nbytes())
-        self.monitor = Monitor(self.endpoint, self._census, catalog, self._ingest, self._flow)
+        self.monitor = Monitor(self.endpoint, self._queries, catalog, self._ingest, self._counters)
 
     def run(self, stop_asked: Callable[[], bool]) -> None:
         """Serve until ``stop_asked()``, looked at a few times a second."""
         while not stop_asked():
             has_news = self._poller.poll(_WAITING_POLL_MS if self._waiting else _POLL_MS)
             if has_news:
-                self.turn()
+                self.run_once()
             self._answer_waiting()
-            self.monitor.look()
-            self._retention.look()
-            self._regions.look()
-            self._mapped.look(self._regions.nbytes)
-            self._checkpoints.look(quiet=not has_news)
+            self.monitor.tick()
+            self._retention.tick()
+            self._regions.tick()
+            self._mapped.tick(self._regions.nbytes)
+            self._checkpoints.tick(quiet=not has_news)
         self._checkpoints.finish()
 
-    def turn(self) -> None:
+    def run_once(self) -> None:
         """Handle what has arrived, up to a bound, and commit it."""
-        if self._guard is not None:
-            self._guard.turn()
+        if self._authenticator is not None:
+            self._authenticator.run_once()
         nbytes = 0
-        for _ in range(_TURN_MESSAGES):
+        for _ in range(_BATCH_MESSAGES):
             try:
                 peer, *frames = received(self._socket, zmq.NOBLOCK)
             except zmq.Again:
                 break
             self._handle(peer.bytes, [frame.buffer for frame in frames])
             nbytes += sum(len(frame) for frame in frames)
-            if nbytes >= self._turn_bytes:
+            if nbytes >= self._batch_bytes:
                 break
         self._ingest.commit()
 
@@ -188,7 +193,7 @@ class Daemon:
             self._refuse(peer, error, seq)
 
     def _refuse(self, peer: bytes, error: TraceError, seq: int) -> None:
-        self._flow.refuse(error)
+        self._counters.refuse(error)
         refused = event(Event.MESSAGE_REFUSED, code=type(error).__name__)
         log.warning("a message is refused: %s", error, extra=refused)
         self._outbox.tell(peer, refusal(error), seq)
@@ -201,7 +206,7 @@ class Daemon:
     def _answer_waiting(self) -> None:
         """Answer the clients that have read enough of what they asked for before, one by one."""
         answered, before = 0, -1
-        while before < answered < _TURN_ANSWERS:
+        while before < answered < _BATCH_ANSWERS:
             before = answered
             for peer in self._waiting.peers():
                 if self._room(peer):
@@ -220,17 +225,17 @@ class Daemon:
         landing = None if memory is None else Landing(memory)
         for reply in self._fetching.answer(message, landing, self._room(peer)):
             if isinstance(reply, PageRows | ShmPageRows):
-                self._flow.send(reply)
+                self._counters.send(reply)
             yield reply
 
     def _reply(self, message: Message) -> Message:
         match message:
             case List():
-                return self._census.list(message)
+                return self._queries.list(message)
             case Digests():
-                return self._census.digests(message)
+                return self._queries.digests(message)
             case Stats():
-                return self._census.stats()
+                return self._queries.stats()
             case Observe():
                 return ObserveReply(to_json(self.monitor.take()))
             case Ping():
@@ -248,7 +253,7 @@ def _listen(socket: zmq.Socket[bytes], endpoint: str, queued_messages: int) -> N
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.RCVHWM, queued_messages)
     socket.setsockopt(zmq.SNDHWM, 0)  # `Outbox` bounds it, in bytes, and throws nothing away
-    socket.setsockopt(zmq.TCP_MAXRT, _PATIENCE_MS)
+    socket.setsockopt(zmq.TCP_MAXRT, _TIMEOUT_MS)
     bound_buffers(socket, endpoint)
     if "[" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)

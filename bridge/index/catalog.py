@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.index.aging import LastUsed
-from bridge.index.engine import Engine, introduction_bytes, unknown_engine
+from bridge.index.engine import Engine, registration_bytes, unknown_engine
 from bridge.index.pins import Pins
 from bridge.index.step_log import StepLog
 from bridge.index.tables import trajectory_columns
@@ -19,7 +19,7 @@ from bridge.index.tables.block_table import BlockTable
 from bridge.index.tables.digest_table import DigestTable, digest_bytes
 from bridge.index.tables.rollouts import Fate
 from bridge.index.tables.row_map import absent_places
-from bridge.index.tables.runs import groups
+from bridge.index.tables.runs import group_indices
 from bridge.index.tables.saved import Saved, Snapshot, integers, texts
 from bridge.index.tables.sizes import text_bytes
 from bridge.index.tables.trajectory_map import TrajectoryMap
@@ -180,7 +180,7 @@ class Catalog:
         """
         match told:
             case Hello():
-                return 0 if told.engine_id in self.engines else introduction_bytes(told)
+                return 0 if told.engine_id in self.engines else registration_bytes(told)
             case Block():
                 rows = self.engines[told.engine_id].maps[told.part]
                 return rows.growth(told.rows, is_run=told.extent.is_run)
@@ -198,7 +198,7 @@ class Catalog:
         """
         engines_T, rows_T = trajectory.engines[page], trajectory.rows[page]
         places_T = absent_places(len(rows_T))
-        for number, at in groups(engines_T):
+        for number, at in group_indices(engines_T):
             if number >= 0:
                 places_T[at] = self.engine_list[number].maps[part].find(rows_T[at])
         return places_T
@@ -207,7 +207,7 @@ class Catalog:
         """Return the numbers of the blocks that hold bytes of its rows, ascending."""
         found = [
             np.unique(self.engine_list[number].maps[part].find_each(trajectory.rows[at])["block"])
-            for number, at in groups(trajectory.engines)
+            for number, at in group_indices(trajectory.engines)
             for part in PARTS
             if number >= 0
         ]
@@ -314,7 +314,7 @@ class Catalog:
     def _hold_engine(self, engine: Engine) -> None:
         self.engines[engine.hello.engine_id] = engine
         self.engine_list.append(engine)
-        self._name_bytes += introduction_bytes(engine.hello)
+        self._name_bytes += registration_bytes(engine.hello)
 
     def _hold_trajectories(self, trajectories: dict[str, TrajectoryMap]) -> None:
         self.trajectories = trajectories

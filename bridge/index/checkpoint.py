@@ -38,7 +38,7 @@ _PIECE_BYTES = 1 << 20
 _ARRAY = 1  # type of a msgpack extension
 _ARRAY_BYTES = 64  # of its type and shape at most
 # msgpack makes a list as long as announced before it reads the items. There is one of all engines.
-_MOST_ITEMS = 1 << 16
+_MAX_ITEMS = 1 << 16
 _TYPES = {kind: np.dtype(kind) for kind in ("|i1", "|u1", "<i4", "<i8")}
 _CODE = ("index", "wire", "layout")
 
@@ -108,8 +108,8 @@ def _catalog(content: memoryview, length: int) -> Catalog:
     head = msgpack.unpackb(
         content[:length],
         ext_hook=arrays,
-        max_array_len=_MOST_ITEMS,
-        max_map_len=_MOST_ITEMS,
+        max_array_len=_MAX_ITEMS,
+        max_map_len=_MAX_ITEMS,
         max_bin_len=0,
         max_ext_len=_ARRAY_BYTES,
     )

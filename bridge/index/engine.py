@@ -217,7 +217,7 @@ def unknown_engine(message: Sent) -> UnknownEngine:
     )
 
 
-def introduction_bytes(hello: Hello) -> int:
+def registration_bytes(hello: Hello) -> int:
     """Return the memory that an engine's introduction takes, about."""
     layouts = {hello.layout, *(shard.layout for shard in hello.shards)}
     fields = sum(len(layout.fields(part)) for layout in layouts for part in Part)

@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[^:/\[\]]+):(?P<port>\d{1,5})")
 # A connection on which no request was answered for so long is closed, and the one that has waited
 # for longest when there are more.
-_PATIENCE_S = 30.0
-_MOST_CONNECTIONS = 32
+_TIMEOUT_S = 30.0
+_MAX_CONNECTIONS = 32
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
@@ -126,7 +126,7 @@ class _Server(ThreadingHTTPServer):
 
     def service_actions(self) -> None:
         """Close the connections that are too slow, a few times a second."""
-        self.connections.end_older_than(time.monotonic() - _PATIENCE_S)
+        self.connections.end_older_than(time.monotonic() - _TIMEOUT_S)
 
     def handle_error(
         self, request: socket.socket | tuple[bytes, socket.socket], client_address: object
@@ -150,7 +150,7 @@ class Connections:
         """Note a new connection, and end the oldest if they are too many."""
         with self._lock:
             self._since[connection] = time.monotonic()
-            while len(self._since) > _MOST_CONNECTIONS:
+            while len(self._since) > _MAX_CONNECTIONS:
                 _end(self._since.popitem(last=False)[0])
 
     def answered(self, connection: socket.socket) -> None:
@@ -183,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = "sglang-trace"
     sys_version = ""
-    timeout = _PATIENCE_S
+    timeout = _TIMEOUT_S
 
     def do_GET(self) -> None:
         """Answer one of the three paths."""

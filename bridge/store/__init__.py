@@ -1,6 +1,6 @@
 """Where record bytes live: in memory with a limit, on disk, or in a Mooncake pool."""
 
-from bridge.store.base import Entry, Fill, Held, Position, Reader, Run, Store, Wanted
+from bridge.store.base import Entry, Position, Reader, ReadPlan, Run, Store, StoredPayload, Usage
 from bridge.store.cached import CachedStore
 from bridge.store.directory import CorruptStore, StoreBusy
 from bridge.store.disk.lmdb_store import DiskStore
@@ -12,14 +12,14 @@ __all__ = [
     "CorruptStore",
     "DiskStore",
     "Entry",
-    "Fill",
-    "Held",
     "MemoryStore",
     "MooncakeStore",
     "Position",
+    "ReadPlan",
     "Reader",
     "Run",
     "Store",
     "StoreBusy",
-    "Wanted",
+    "StoredPayload",
+    "Usage",
 ]

@@ -22,15 +22,15 @@ from bridge.wire.envelope import Buffer
 class Entry:
     """``header`` is a packed message without record bytes, ``payload`` rows of ``row_bytes``.
 
-    A payload of another kind is one row: ``row_bytes`` 0. A ``vital`` entry is small and may use
-    what a full store keeps back; one that ``makes_room``, a step, may use more of it.
+    A payload of another kind is one row: ``row_bytes`` 0. A ``reserved`` entry is small and may use
+    what a full store keeps back; one that ``frees_space``, a step, may use more of it.
     """
 
     header: bytes
     payload: Buffer | None = None
     row_bytes: int = 0
-    vital: bool = False
-    makes_room: bool = False
+    reserved: bool = False
+    frees_space: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -39,7 +39,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StoredPayload:
     """A payload as a tier holds it.
 
     ``sums`` are the row checksums (`bridge.store.checksums`) where bytes can change behind the
@@ -57,19 +57,19 @@ Run = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ReadPlan:
     """What will be read, in order, so that a tier far away can fetch it in few requests."""
 
     row_bytes: int
     runs: Iterable[Run]
 
 
-WHOLE = Wanted(0, ())
-Reader = Callable[[int], Held | None]
+WHOLE = ReadPlan(0, ())
+Reader = Callable[[int], StoredPayload | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
+class Usage:
     """Bytes in use and their limits by tier; a limit of 0 is a tier that is not there.
 
     ``pool_bytes`` lie in memory of other processes, which bound it themselves.
@@ -102,7 +102,7 @@ class Store(Protocol):
             StoreFull: none of the entries is held; everything held before still is.
         """
 
-    def reader(self, wanted: Wanted = WHOLE) -> AbstractContextManager[Reader]:
+    def reader(self, plan: ReadPlan = WHOLE) -> AbstractContextManager[Reader]:
         """Give a function from entry number to payload; its buffers live as long as the context.
 
         A payload holds the wanted rows of its entry at least, and all rows if none are wanted.
@@ -138,7 +138,7 @@ class Store(Protocol):
     def write_checkpoint(self, content: Iterable[Buffer]) -> bool:
         """Keep a checkpoint instead of the last one if there is room; any thread may call it."""
 
-    def fill(self) -> Fill:
+    def usage(self) -> Usage:
         """Return what is in use."""
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.errors import StoreFull
-from bridge.store.base import WHOLE, Entry, Fill, Position, Reader, Store, Wanted
+from bridge.store.base import WHOLE, Entry, Position, Reader, ReadPlan, Store, Usage
 from bridge.store.payloads import Payloads, cost, room_of
 from bridge.wire.envelope import Buffer
 
@@ -28,7 +28,7 @@ class CachedStore:
     def append(self, entries: Sequence[Entry]) -> list[int]:
         """Hold all entries durably or raise StoreFull."""
         full = self._index_bytes > room_of(self._limit)
-        if full and not all(entry.vital for entry in entries):
+        if full and not all(entry.reserved for entry in entries):
             raise StoreFull(
                 f"the index of the bridge's records takes {self._index_bytes} bytes, more than "
                 "its memory limit; collect old steps (python -m bridge gc) or raise --memory-limit"
@@ -41,10 +41,10 @@ class CachedStore:
         return numbers
 
     @contextmanager
-    def reader(self, wanted: Wanted = WHOLE) -> Iterator[Reader]:
+    def reader(self, plan: ReadPlan = WHOLE) -> Iterator[Reader]:
         """Give the payload lookup: memory first."""
-        below = (run for run in wanted.runs if self._recent.get(run[0]) is None)
-        with self._durable.reader(replace(wanted, runs=below)) as durable:
+        below = (run for run in plan.runs if self._recent.get(run[0]) is None)
+        with self._durable.reader(replace(plan, runs=below)) as durable:
             yield lambda number: self._recent.get(number) or durable(number)
 
     def in_memory(self, numbers: Iterable[int]) -> list[memoryview] | None:
@@ -86,10 +86,10 @@ class CachedStore:
         """Keep a checkpoint in the durable store."""
         return self._durable.write_checkpoint(content)
 
-    def fill(self) -> Fill:
+    def usage(self) -> Usage:
         """Return what all tiers hold."""
         return replace(
-            self._durable.fill(), memory_bytes=self._recent.nbytes, memory_limit=self._limit
+            self._durable.usage(), memory_bytes=self._recent.nbytes, memory_limit=self._limit
         )
 
     def close(self) -> None:

@@ -15,13 +15,13 @@ from bridge.wire.envelope import Buffer
 LOCK_FILE = "daemon.lock"
 DATA_FILE = "data.mdb"
 READERS_FILE = "lock.mdb"
-BALLAST_FILE = "ballast"
+RESERVE_FILE = "ballast"
 CHECKPOINT_FILE = "index"
 POOL_FILE = "pool"
 NEW = "new."  # of a file that is written whole before it takes its name
 _REPLACED = (DATA_FILE, CHECKPOINT_FILE, POOL_FILE)
 _OURS = {
-    *(LOCK_FILE, DATA_FILE, READERS_FILE, BALLAST_FILE, CHECKPOINT_FILE, POOL_FILE),
+    *(LOCK_FILE, DATA_FILE, READERS_FILE, RESERVE_FILE, CHECKPOINT_FILE, POOL_FILE),
     *(NEW + name for name in _REPLACED),
 }
 _READERS_BYTES = 8192  # what LMDB makes of it
@@ -151,11 +151,11 @@ def _replace_if_open_to_others(lock: Path) -> None:
             lock.unlink()
 
 
-class Ballast:
+class ReserveFile:
     """A file thrown overboard when the disk is full, so that records can be deleted even then."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
-        self._file = directory / BALLAST_FILE
+        self._file = directory / RESERVE_FILE
         self._nbytes = nbytes
 
     def load(self) -> None:

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.errors import StoreFull
-from bridge.store.base import WHOLE, Entry, Fill, Position, Reader, Wanted
+from bridge.store.base import WHOLE, Entry, Position, Reader, ReadPlan, Usage
 from bridge.store.disk.lmdb_store import DiskStore
 from bridge.store.payloads import Payloads, cost, room_of
 from bridge.wire.envelope import Buffer
 
-_MOST_SPILLED = 32 << 20  # at a time; LMDB holds them once more until they are written
+_MAX_SPILLED = 32 << 20  # at a time; LMDB holds them once more until they are written
 
 
 class MemoryStore:
@@ -32,11 +32,11 @@ class MemoryStore:
         self._payloads = Payloads()
         self._row_bytes: dict[int, int] = {}
         self._spill = spill
-        self._spill_bytes = min(_MOST_SPILLED, limit_bytes // 64)
+        self._spill_bytes = min(_MAX_SPILLED, limit_bytes // 64)
 
     def append(self, entries: Sequence[Entry]) -> list[int]:
         """Hold all entries or raise StoreFull."""
-        if not all(entry.vital for entry in entries):
+        if not all(entry.reserved for entry in entries):
             self._make_room(sum(cost(entry.payload) for entry in entries))
         numbers = list(range(self._next, self._next + len(entries)))
         self._next += len(entries)
@@ -47,7 +47,7 @@ class MemoryStore:
         return numbers
 
     @contextmanager
-    def reader(self, wanted: Wanted = WHOLE) -> Iterator[Reader]:
+    def reader(self, plan: ReadPlan = WHOLE) -> Iterator[Reader]:
         """Give the payload lookup."""
         if self._spill is None:
             yield self._payloads.get
@@ -98,10 +98,10 @@ class MemoryStore:
         """Keep nothing."""
         return False
 
-    def fill(self) -> Fill:
+    def usage(self) -> Usage:
         """Return the bytes held."""
-        disk = Fill() if self._spill is None else self._spill.fill()
-        return Fill(self._payloads.nbytes, self._limit, disk.disk_bytes, disk.disk_limit)
+        disk = Usage() if self._spill is None else self._spill.usage()
+        return Usage(self._payloads.nbytes, self._limit, disk.disk_bytes, disk.disk_limit)
 
     def close(self) -> None:
         """Drop everything."""

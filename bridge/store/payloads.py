@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import ItemsView, Iterable
 
-from bridge.store.base import Held
+from bridge.store.base import StoredPayload
 from bridge.wire.envelope import Buffer
 
 _SMALL_FRAME = 32 << 10
-_MOST_IN_TRANSIT = 192 << 20
+_MAX_IN_TRANSIT = 192 << 20
 _OBJECT_BYTES = 1 << 10  # frame, view and place in the dict
 
 
@@ -16,7 +16,7 @@ class Payloads:
     """Frames as they arrived, without a copy; ``nbytes`` is the memory that they take, about."""
 
     def __init__(self) -> None:
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, StoredPayload] = {}
         self._views: dict[int, memoryview] = {}  # the same once more: asked for with every row
         self.get = self._held.get
         self.nbytes = 0
@@ -26,7 +26,7 @@ class Payloads:
 
     def put(self, number: int, payload: Buffer) -> None:
         """Hold a payload under a new number."""
-        held = self._held[number] = Held(memoryview(_owned(payload)))
+        held = self._held[number] = StoredPayload(memoryview(_owned(payload)))
         self._views[number] = held.payload
         self.nbytes += cost(payload)
 
@@ -41,7 +41,7 @@ class Payloads:
         """Return the number that was put first."""
         return next(iter(self._held))
 
-    def items(self) -> ItemsView[int, Held]:
+    def items(self) -> ItemsView[int, StoredPayload]:
         """Return (number, payload) pairs, oldest first."""
         return self._held.items()
 
@@ -67,7 +67,7 @@ def room_of(limit_bytes: int) -> int:
     The rest is for what is on its way: a turn's messages before they are held, a batch that LMDB
     writes, pages that clients have not read yet.
     """
-    return limit_bytes - min(limit_bytes // 8, _MOST_IN_TRANSIT)
+    return limit_bytes - min(limit_bytes // 8, _MAX_IN_TRANSIT)
 
 
 def cost(payload: Buffer | None) -> int:

@@ -62,7 +62,7 @@ class Target:
         daemon = self._living_daemon()
         daemon._handle(b"peer", [memoryview(frame) for frame in frames])
         daemon._ingest.commit()
-        daemon._retention.look()
+        daemon._retention.tick()
 
     def _living_daemon(self) -> Daemon:
         if self._daemon is None or self._age >= DAEMON_LIFE:

@@ -19,7 +19,7 @@ from bridge.daemon.fetch.rank_join import Joining, Shares
 from bridge.daemon.memory.budget import MAX_PAGE_BYTES
 from bridge.errors import LayoutError, UnknownTrajectory
 from bridge.index import Catalog, Engine, TrajectoryMap
-from bridge.index.tables.runs import groups
+from bridge.index.tables.runs import group_indices
 from bridge.layout import Part, RecordLayout, Site, TensorSlice
 from bridge.layout.columns import selection
 from bridge.wire import Fetch, FetchReply, PageRows, ShmPageRows
@@ -102,7 +102,7 @@ class Fetching:
         places_T = self._catalog.places(part, trajectory, page)
         versions_T = self._catalog.blocks.versions(places_T["block"])
         rows_T, shared = trajectory.rows[page], []
-        for number, at in groups(trajectory.engines[page]):
+        for number, at in group_indices(trajectory.engines[page]):
             if number < 0:
                 continue
             engine = self._catalog.engine_list[number]
@@ -228,7 +228,7 @@ def _page(
 
 def _occurring(numbers_T: NDArray[np.int32]) -> tuple[list[int], NDArray[np.int32]]:
     """Return (the numbers that occur, index into them int32 [T]); -1 stays -1."""
-    present = [number for number, _ in groups(numbers_T) if number >= 0]
+    present = [number for number, _ in group_indices(numbers_T) if number >= 0]
     index_T = np.searchsorted(present, numbers_T).astype(np.int32)
     index_T[numbers_T < 0] = -1
     return present, index_T

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.daemon.fetch.copy_rows import copy_rows
-from bridge.index.tables.runs import stretches
+from bridge.index.tables.runs import runs
 from bridge.observe.logs import Event, event
-from bridge.store import Held, Reader, Run, Store, Wanted
+from bridge.store import Reader, ReadPlan, Run, Store, StoredPayload
 from bridge.store.checksums import row_is_intact
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class Gather:
                 yield payloads[first:end], begins[first:end], runs.counts[first:end]
             return
         listed = runs.listed()
-        with self._store.reader(Wanted(row_bytes, listed)) as read:
+        with self._store.reader(ReadPlan(row_bytes, listed)) as read:
             for first, end in pairwise(runs.bounds):
                 rows = self._intact(read, row_bytes, listed[first:end], valid_N)
                 counts = np.array([len(view) // row_bytes for view in rows], dtype=np.int64)
@@ -159,7 +159,7 @@ class Gather:
         return rows
 
     def _checked(
-        self, held: Held, view: memoryview, run: Run, valid_N: NDArray[np.bool_]
+        self, held: StoredPayload, view: memoryview, run: Run, valid_N: NDArray[np.bool_]
     ) -> Iterator[memoryview]:
         """Yield the rows of a run that have still the bytes that the engine sent."""
         assert held.sums is not None
@@ -204,7 +204,7 @@ class _Runs:
         breaks_N = np.empty(len(places_N), dtype=np.bool_)
         breaks_N[1:] = (blocks[1:] != blocks[:-1]) | (offsets[1:] != offsets[:-1] + np.uint32(1))
         breaks_N[:: begins.step] = True
-        starts, counts = stretches(breaks_N)
+        starts, counts = runs(breaks_N)
         held = held_N[starts]
         starts = starts[held]
         bounds: list[int] = starts.searchsorted([*begins, len(places_N)]).tolist()

@@ -16,15 +16,15 @@ from bridge.store.payloads import room_of
 # Of rows in the answer to one Fetch.
 MAX_PAGE_BYTES = 8 << 20
 _DEFAULT_LIMIT = 8 << 30
-_LEAST_BYTES = 1 << 20
-_LEAST_SHARE = 64 << 10
-_MOST_LEAST_SHARE = 1 << 20
+_MIN_BYTES = 1 << 20
+_MIN_SHARE = 64 << 10
+_MAX_MIN_SHARE = 1 << 20
 # A client alone gets this part of the whole at most, so that those that come next find some.
 _PARTS = 2
 _PROCESS_BYTES = 96 << 20
-_MOST_ANSWERS = 192 << 20
-_MOST_LENT = 1 << 30
-_MOST_TURN = 64 << 20
+_MAX_ANSWERS = 192 << 20
+_MAX_LENT = 1 << 30
+_MAX_TURN = 64 << 20
 _ENGINE_MESSAGE_BYTES = 4 << 20
 _ENGINES = 8
 
@@ -50,20 +50,20 @@ class Budget:
     def of(cls, memory_limit: int) -> Self:
         """Return what a memory limit leaves; 0 is none, so that the default one counts."""
         limit = memory_limit or _DEFAULT_LIMIT
-        transit = max(_LEAST_BYTES, limit - room_of(limit))
+        transit = max(_MIN_BYTES, limit - room_of(limit))
         spare = max(0, limit // 4 - _PROCESS_BYTES)
         return cls(
-            answers=min(transit * 3 // 8 + spare // 4, _MOST_ANSWERS),
+            answers=min(transit * 3 // 8 + spare // 4, _MAX_ANSWERS),
             questions=transit // 8,
-            lent=min(transit // 4 + spare // 4, _MOST_LENT),
+            lent=min(transit // 4 + spare // 4, _MAX_LENT),
             mapped=transit // 8 + spare // 4,
-            turn=min(transit // 4 + spare // 8, _MOST_TURN),
+            turn=min(transit // 4 + spare // 8, _MAX_TURN),
         )
 
     @property
     def least_share(self) -> int:
         """What a client can have of ``answers`` also when others hold all of it."""
-        return min(max(self.answers // 256, _LEAST_SHARE), _MOST_LEAST_SHARE)
+        return min(max(self.answers // 256, _MIN_SHARE), _MAX_MIN_SHARE)
 
     def share(self, clients: int) -> int:
         """Return what each of so many clients may have of ``answers``."""

@@ -17,7 +17,7 @@ _LARGEST_INT = (1 << 31) - 1
 _LARGEST_MMAP_THRESHOLD = 32 << 20
 
 
-def keep_freed_memory() -> None:
+def tune_malloc() -> None:
     """Set it up, before the first thread is started; without glibc do nothing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -27,19 +27,19 @@ class MappedFiles:
     """Keeps the mapped pages of files under ``most_bytes`` and what there was in the beginning."""
 
     def __init__(self, most_bytes: int) -> None:
-        self._looked_at = time.monotonic()
+        self._ticked_at = time.monotonic()
         self._most_bytes = most_bytes + _shared_bytes()
 
-    def look(self, lent_bytes: int) -> None:
+    def tick(self, lent_bytes: int) -> None:
         """Let go of the files' pages if they are too many besides what clients lend."""
         now = time.monotonic()
-        if now - self._looked_at >= _PERIOD_S:
-            self._looked_at = now
+        if now - self._ticked_at >= _PERIOD_S:
+            self._ticked_at = now
             if _shared_bytes() > self._most_bytes + lent_bytes:
-                look_away()
+                release_pages()
 
 
-def look_away() -> None:
+def release_pages() -> None:
     """Let go of all pages of the store's files; what is read again is mapped again."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

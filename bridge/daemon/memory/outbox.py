@@ -17,8 +17,8 @@ _LOOSE_BYTES = 8 << 10
 _FRAME_BYTES = 128
 # Beyond its share a peer is told that much: acknowledgements and refusals.
 _SMALL_BYTES = 32 << 10
-_MOST_BYTES = 2 * MAX_PAGE_BYTES
-_MOST_PEERS = 4096
+_MAX_BYTES = 2 * MAX_PAGE_BYTES
+_MAX_PEERS = 4096
 
 
 @dataclass(slots=True)
@@ -70,8 +70,8 @@ class Outbox:
         """Queue a small answer that needs no room, unless the peer has not read many of them."""
         unsent = self._unsent(peer)
         if unsent.nbytes > _SMALL_BYTES:
-            self.look()
-            most = min(self._budget.share(len(self._behind)), _MOST_BYTES)
+            self.tick()
+            most = min(self._budget.share(len(self._behind)), _MAX_BYTES)
             if unsent.nbytes > most + _SMALL_BYTES:
                 self.lost += 1
                 return
@@ -82,9 +82,9 @@ class Outbox:
 
         ``waiting`` is how many peers wait for theirs.
         """
-        self.look()
+        self.tick()
         queued = self._unsent(peer).nbytes
-        share = min(self._budget.share(len(self._behind) + waiting), _MOST_BYTES)
+        share = min(self._budget.share(len(self._behind) + waiting), _MAX_BYTES)
         room = min(share - queued, self._budget.answers - self.nbytes)
         least = self._budget.least_share
         if room >= least:
@@ -92,7 +92,7 @@ class Outbox:
         # No more than ZeroMQ takes for the connection: nobody waits for those that do not read.
         return 0 if queued else least
 
-    def look(self) -> None:
+    def tick(self) -> None:
         """Find out what has been sent."""
         for peer, unsent in list(self._behind.items()):
             while unsent.queue and unsent.queue[0][0].done:
@@ -112,7 +112,7 @@ class Outbox:
     def _unsent(self, peer: bytes) -> _Unsent:
         unsent = self._peers.get(peer)
         if unsent is None:
-            if len(self._peers) >= _MOST_PEERS:
+            if len(self._peers) >= _MAX_PEERS:
                 self.forget(next((one for one in self._peers if one not in self._behind), peer))
             unsent = self._peers[peer] = _Unsent()
         return unsent

@@ -16,8 +16,8 @@ from bridge.errors import CorruptMessage, ShmUnreachable
 from bridge.transport.shared_memory import STAMP_BYTES, opened, stamped
 from bridge.wire import BufferHandle, Rows, RowsInShm
 
-_MOST_OPEN = 64
-_MOST_LENT = 1 << 30
+_MAX_OPEN = 64
+_MAX_LENT = 1 << 30
 # Of a region, what is touched is counted and looked away from in tracts of so many bytes.
 _TRACT_BYTES = 1 << 20
 _IDLE_S = 30.0
@@ -40,7 +40,7 @@ class _Open:
             return None
         return self.memory[place.offset : end]
 
-    def look_away(self, tract: int) -> None:
+    def release_pages(self, tract: int) -> None:
         """Have a tract take no memory of this process: what stands there is the client's."""
         assert self.memory is not None
         assert isinstance(self.memory.obj, mmap.mmap)
@@ -55,7 +55,7 @@ class Regions:
     Of what it touches there at most ``most_bytes`` stay in this process's memory.
     """
 
-    def __init__(self, most_bytes: int = _MOST_LENT) -> None:
+    def __init__(self, most_bytes: int = _MAX_LENT) -> None:
         self._most_bytes = most_bytes
         self._open: dict[bytes, _Open] = {}
         # Tracts by client, which take memory here too until they are looked away from, in the order
@@ -103,7 +103,7 @@ class Regions:
             raise CorruptMessage("rows in shared memory have another stamp; send them again")
         return Rows(lent.block, rows_nR)
 
-    def look(self) -> None:
+    def tick(self) -> None:
         """Let go of regions that are not used, whose clients may be gone."""
         before = time.monotonic() - _IDLE_S
         for peer in [peer for peer, held in self._open.items() if held.used_at < before]:
@@ -123,7 +123,7 @@ class Regions:
             self._touched.move_to_end((peer, tract))
         while self.nbytes > self._most_bytes and len(self._touched) > len(tracts):
             (client, tract), _ = self._touched.popitem(last=False)
-            self._open[client].look_away(tract)
+            self._open[client].release_pages(tract)
 
     def _region(self, peer: bytes, place: BufferHandle) -> _Open:
         held = self._open.pop(peer, None)
@@ -132,6 +132,6 @@ class Regions:
             held = _Open(opened(place), place.key, place.pid, 0.0)
         held.used_at = time.monotonic()
         self._open[peer] = held  # the last of them
-        if len(self._open) > _MOST_OPEN:
+        if len(self._open) > _MAX_OPEN:
             self.forget(next(iter(self._open)))
         return held

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from bridge.daemon.memory.budget import Budget
 from bridge.errors import TooManyQuestions
 
-_MOST_QUESTIONS = 1024
+_MAX_QUESTIONS = 1024
 _QUESTION_BYTES = 256
-_LEAST_BYTES = 16 << 10
+_MIN_BYTES = 16 << 10
 
 
 @dataclass(slots=True)
@@ -42,9 +42,9 @@ class WaitingQuestions:
         """
         queue = self._queues.get(peer, _Queue())
         cost = len(question) + _QUESTION_BYTES
-        share = max(self._budget.questions // (len(self._queues) + 1), _LEAST_BYTES)
-        over = self.nbytes + cost > self._budget.questions and queue.nbytes + cost > _LEAST_BYTES
-        if over or len(queue.questions) >= _MOST_QUESTIONS or queue.nbytes + cost > share:
+        share = max(self._budget.questions // (len(self._queues) + 1), _MIN_BYTES)
+        over = self.nbytes + cost > self._budget.questions and queue.nbytes + cost > _MIN_BYTES
+        if over or len(queue.questions) >= _MAX_QUESTIONS or queue.nbytes + cost > share:
             raise TooManyQuestions(
                 f"{len(queue.questions)} questions of this client wait because it has not read the "
                 "answers before them, and there is no room for more; read answers first, or ask "

@@ -17,7 +17,7 @@ BLOCK = np.dtype(
 )
 
 _FIELDS = BLOCK.names or ()
-_LEAST_ROOM = 1024
+_MIN_ROOM = 1024
 _DROPPED = -1
 
 
@@ -28,8 +28,8 @@ class BlockTable:
     """
 
     def __init__(self) -> None:
-        self._numbers: NDArray[np.int64] = np.empty(_LEAST_ROOM, dtype=np.int64)
-        self._blocks: NDArray[np.void] = np.empty(_LEAST_ROOM, dtype=BLOCK)
+        self._numbers: NDArray[np.int64] = np.empty(_MIN_ROOM, dtype=np.int64)
+        self._blocks: NDArray[np.void] = np.empty(_MIN_ROOM, dtype=BLOCK)
         self._end = 0
         self._dropped = 0
 
@@ -102,7 +102,7 @@ class BlockTable:
     def _resize(self) -> None:
         """Leave out what was dropped, and make as much room again as is in use."""
         numbers, blocks = self.held()
-        room = max(_LEAST_ROOM, 2 * len(numbers))
+        room = max(_MIN_ROOM, 2 * len(numbers))
         self._numbers, self._blocks = np.empty(room, dtype=np.int64), np.empty(room, dtype=BLOCK)
         self._numbers[: len(numbers)], self._blocks[: len(numbers)] = numbers, blocks
         self._end, self._dropped = len(numbers), 0

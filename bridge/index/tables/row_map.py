@@ -19,7 +19,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.index.tables.runs import groups, stretches
+from bridge.index.tables.runs import group_indices, runs
 from bridge.index.tables.saved import Saved, Snapshot, UnusableCheckpoint, integers, table
 
 PLACE = np.dtype([("block", "<i8"), ("offset", "<u4")], align=True)
@@ -127,12 +127,12 @@ class RowMap:
         numbers_N = rows_N >> _PAGE_BITS
         breaks_N = np.empty(len(rows_N), dtype=np.bool_)
         breaks_N[1:] = numbers_N[1:] != numbers_N[:-1]
-        firsts, lengths = stretches(breaks_N)
+        firsts, lengths = runs(breaks_N)
         pages = [self._page_at.get(number, _NO_PAGE) for number in numbers_N[firsts].tolist()]
         pages_N = np.array(pages, dtype=np.int64).repeat(lengths)
         slots_N = rows_N & (_PAGE_ROWS - 1)
         packed_NS = np.full((len(rows_N), self._senders), _ABSENT, dtype=np.int64)
-        for slab, at in groups(pages_N >> _SLAB_BITS):
+        for slab, at in group_indices(pages_N >> _SLAB_BITS):
             if slab >= 0:
                 packed_NS[at] = self._slabs[slab][pages_N[at] & (_SLAB_PAGES - 1), slots_N[at]]
         return _unpacked(packed_NS)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def groups(keys_N: NDArray[Any]) -> Iterator[tuple[int, slice | NDArray[np.intp]]]:
+def group_indices(keys_N: NDArray[Any]) -> Iterator[tuple[int, slice | NDArray[np.intp]]]:
     """Yield (key, what to index to get its items) for every distinct key of an integer array [N].
 
     Keys ascend. Mostly there is one: to see that takes no sorting, and to get all items no copy.
@@ -28,7 +28,7 @@ def groups(keys_N: NDArray[Any]) -> Iterator[tuple[int, slice | NDArray[np.intp]
         yield int(sorted_keys[begin]), order[begin:end]
 
 
-def stretches(begins_N: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def runs(begins_N: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Return (first index, length) of the stretches that begin where [N] says; at 0 one does."""
     begins_N[:1] = True
     firsts = np.flatnonzero(begins_N)

@@ -24,7 +24,7 @@ _NODE = struct.Struct("<HHHH")  # low and high half of the size, flags, bytes of
 _MAGIC = 0xBEEFC0DE
 _NO_PAGE = (1 << 64) - 1
 _BRANCH, _LEAF, _BIG = 1, 2, 1
-_MOST_DEPTH = 32
+_MAX_DEPTH = 32
 
 
 class UnreadablePages(Exception):
@@ -71,7 +71,7 @@ def _free(file: int, page_bytes: int, root: int) -> Iterator[NDArray[np.int64]]:
         number, depth = waiting.pop()
         page = _read(file, page_bytes, number, 1)
         _, _, flags, lower, _ = _PAGE.unpack_from(page)
-        if not flags & (_BRANCH | _LEAF) or depth > _MOST_DEPTH:
+        if not flags & (_BRANCH | _LEAF) or depth > _MAX_DEPTH:
             raise ValueError(f"page {number} is no node of the table")
         for index in range((lower - _PAGE.size) // 2):
             (at,) = struct.unpack_from("<H", page, _PAGE.size + 2 * index)

@@ -22,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.errors import SchemaMismatch, StoreFailing, StoreFull
-from bridge.store.base import WHOLE, Entry, Fill, Held, Position, Reader, Wanted
+from bridge.store.base import WHOLE, Entry, Position, Reader, ReadPlan, StoredPayload, Usage
 from bridge.store.checksums import row_sums
 from bridge.store.directory import (
     CHECKPOINT_FILE,
     DATA_FILE,
-    Ballast,
     CorruptStore,
+    ReserveFile,
     locked,
     private_file,
     replace_file,
@@ -79,7 +79,7 @@ class DiskStore:
         self.room = Room.of(limit_bytes)
         self._lock = None if readonly else locked(directory)
         self._folder: int | None = None
-        self._ballast = Ballast(directory, self.room.ballast)
+        self._reserve_file = ReserveFile(directory, self.room.reserve_file)
         self._undropped: list[int] = []
         self._rewinds = False
         try:
@@ -97,7 +97,7 @@ class DiskStore:
             self.close()
             raise
         if not readonly:
-            self._ballast.load()
+            self._reserve_file.load()
 
     def _check_schema(self, txn: Any) -> None:
         found = txn.get(SCHEMA_KEY, db=self._env.table(ABOUT))
@@ -136,9 +136,11 @@ class DiskStore:
         if not numbered:
             return
         needed = sum(_entry_space(entry) for _, entry in numbered)
-        vital = all(entry.vital for _, entry in numbered)
-        makes_room = vital and all(entry.makes_room for _, entry in numbered)
-        most = self.room.steps if makes_room else self.room.vital if vital else self.room.rows
+        reserved = all(entry.reserved for _, entry in numbered)
+        frees_space = reserved and all(entry.frees_space for _, entry in numbered)
+        most = (
+            self.room.steps if frees_space else self.room.reserved if reserved else self.room.rows
+        )
         if self._live + needed > most:
             raise StoreFull(self._over_limit())
 
@@ -146,7 +148,7 @@ class DiskStore:
             for number, entry in numbered:
                 self._put(txn, number, entry)
 
-        self._commit(put, needed, may_grow=vital)
+        self._commit(put, needed, may_grow=reserved)
         self._next = max(self._next, numbered[-1][0] + 1)
 
     def _put(self, txn: Any, number: int, entry: Entry) -> None:
@@ -169,7 +171,7 @@ class DiskStore:
             self._env.forget_dead_readers()
             with self._reasons(needed):
                 if may_grow:
-                    self._ballast.unload()
+                    self._reserve_file.unload()
                     self._env.grow(self.room.file)
                 self._try(work)
 
@@ -251,7 +253,7 @@ class DiskStore:
             else:
                 self._undropped = self._undropped[count:]
         self._turn_over()
-        self._ballast.load()
+        self._reserve_file.load()
 
     def _delete(self, numbers: Sequence[int]) -> None:
         keys = [_number.pack(number) for number in numbers]
@@ -281,14 +283,14 @@ class DiskStore:
     # --- reading
 
     @contextmanager
-    def reader(self, wanted: Wanted = WHOLE) -> Iterator[Reader]:
+    def reader(self, plan: ReadPlan = WHOLE) -> Iterator[Reader]:
         """Give the payload lookup: buffers point into the file's map until the context ends."""
         with self._reasons(0):
             snapshot = self._env.snapshot()
         with snapshot as txn:
             payloads, sums = self._env.table(PAYLOAD), self._env.table(SUMS)
 
-            def read(number: int) -> Held | None:
+            def read(number: int) -> StoredPayload | None:
                 key = _number.pack(number)
                 try:
                     payload, row_sums = txn.get(key, db=payloads), txn.get(key, db=sums)
@@ -298,7 +300,9 @@ class DiskStore:
                 if payload is None or row_sums is None:
                     return None
                 whole = len(row_sums) // 8
-                return Held(memoryview(payload), np.frombuffer(row_sums, dtype="<u8", count=whole))
+                return StoredPayload(
+                    memoryview(payload), np.frombuffer(row_sums, dtype="<u8", count=whole)
+                )
 
             yield read
 
@@ -395,9 +399,9 @@ class DiskStore:
     def reserve(self, index_bytes: int) -> None:
         """Do nothing: the index lies in memory."""
 
-    def fill(self) -> Fill:
+    def usage(self) -> Usage:
         """Return the bytes that entries take on disk."""
-        return Fill(disk_bytes=self._live, disk_limit=self.room.limit)
+        return Usage(disk_bytes=self._live, disk_limit=self.room.limit)
 
     def close(self) -> None:
         """Close the file and let another daemon have the directory."""

@@ -1,8 +1,8 @@
 """How a store divides its limit: who may still write when it is nearly full.
 
 LMDB writes new pages before it can use old ones again, so a deletion needs room. Each class of
-writes therefore leaves some to the next one: rows to what is vital (an engine's introduction), that
-to what makes room (an RL step), and that to deletions, which nothing can shut out.
+writes therefore leaves room for the next one: rows for reserved entries (an engine's registration),
+these for entries that free space (an RL step), and these for deletions, which always succeed.
 """
 
 from __future__ import annotations
@@ -10,49 +10,49 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-_SMALLEST_LIMIT = 1 << 20
+_MIN_LIMIT = 1 << 20
 _SHARES = 32
-_MOST_BALLAST = 1 << 20
+_MAX_RESERVE_FILE = 1 << 20
 # Two deletions, the first of which still holds what it gave up: a path in every table, twice.
-_LEAST_FOR_DELETIONS = 48 * 4096
+_MIN_FOR_DELETIONS = 48 * 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
     """Bytes, each a part of ``limit``, which all files together may take.
 
-    rows, vital, steps   what live pages may take after a write of this class
-    row_file             what data.mdb may grow to for rows
-    file                 what data.mdb may grow to for all else
-    checkpoint           one checkpoint of the index; two are there while one replaces the other
-    ballast              a file that a full disk gives up
+    rows, reserved, steps   what live pages may take after a write of this class
+    row_file                what data.mdb may grow to for rows
+    file                    what data.mdb may grow to for all else
+    checkpoint              one checkpoint of the index; two are there while one replaces the other
+    reserve_file            a file that a full disk gives up
     """
 
     limit: int
     rows: int
-    vital: int
+    reserved: int
     steps: int
     row_file: int
     file: int
     checkpoint: int
-    ballast: int
+    reserve_file: int
 
     @classmethod
     def of(cls, limit_bytes: int) -> Self:
         """Divide a limit; one below 1 MiB counts as 1 MiB."""
-        limit = max(limit_bytes, _SMALLEST_LIMIT)
+        limit = max(limit_bytes, _MIN_LIMIT)
         share = limit // _SHARES
         file = limit - 2 * share
-        steps = file - max(2 * share, _LEAST_FOR_DELETIONS)
-        vital = steps - share
-        rows = vital - share
+        steps = file - max(2 * share, _MIN_FOR_DELETIONS)
+        reserved = steps - share
+        rows = reserved - share
         return cls(
             limit=limit,
             rows=rows,
-            vital=vital,
+            reserved=reserved,
             steps=steps,
             row_file=rows + 2 * share,
             file=file,
             checkpoint=share // 2,
-            ballast=min(share, _MOST_BALLAST),
+            reserve_file=min(share, _MAX_RESERVE_FILE),
         )

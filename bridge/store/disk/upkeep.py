@@ -12,7 +12,7 @@ from pathlib import Path
 import lmdb
 
 from bridge.errors import TraceError
-from bridge.store.base import Held
+from bridge.store.base import StoredPayload
 from bridge.store.checksums import row_is_intact
 from bridge.store.directory import (
     CHECKPOINT_FILE,
@@ -117,7 +117,7 @@ def check_payloads(store: DiskStore, progress: Progress) -> Payloads:
     return Payloads(len(numbers), rows, nbytes, damaged, lost)
 
 
-def _check(number: int, held: Held) -> tuple[int, int]:
+def _check(number: int, held: StoredPayload) -> tuple[int, int]:
     """Return (rows, rows that fail their checksum) of a payload."""
     assert held.sums is not None
     count = len(held.sums)
@@ -142,7 +142,7 @@ def _copied(store: DiskStore, destination: Path, progress: Progress) -> Copied:
             with ThreadPoolExecutor(1, "copy") as copier:
                 copying = copier.submit(store.copy_to, file)
                 while wait([copying], _LOOK_S).not_done:
-                    progress(os.fstat(file).st_size, max(store.fill().disk_bytes, 1))
+                    progress(os.fstat(file).st_size, max(store.usage().disk_bytes, 1))
                 copying.result()
             os.fsync(file)
             copied = Copied(os.fstat(file).st_size, old.stat().st_size)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.store.base import Held, Wanted
+from bridge.store.base import ReadPlan, StoredPayload
 from bridge.store.mooncake.pool import Pool, Span
 
 _REQUEST_BYTES = 16 << 20
@@ -40,14 +40,14 @@ class _Part:
 class PoolReader:
     """Reader of a pool: what is asked for brings along what is wanted next."""
 
-    def __init__(self, pool: Pool, note: Callable[[int], Note | None], wanted: Wanted) -> None:
+    def __init__(self, pool: Pool, note: Callable[[int], Note | None], plan: ReadPlan) -> None:
         self._pool = pool
         self._note = note
-        self._wanted = wanted
+        self._plan = plan
         self._rows: dict[int, tuple[int, int]] | None = None
-        self._held: dict[int, Held | None] = {}
+        self._held: dict[int, StoredPayload | None] = {}
 
-    def __call__(self, number: int) -> Held | None:
+    def __call__(self, number: int) -> StoredPayload | None:
         """Return the wanted rows of an entry, None if the pool has lost it.
 
         Raises:
@@ -55,7 +55,7 @@ class PoolReader:
         """
         if number not in self._held:
             if self._rows is None:
-                self._rows = _rows(self._wanted)
+                self._rows = _rows(self._plan)
             self._held = self._load(self._next_parts(number, self._rows))
         return self._held.get(number)
 
@@ -82,25 +82,27 @@ class PoolReader:
         if rows is None:
             return _Part(number, 0, Span(note.key, 0, note.nbytes), note.sums)
         first, stop = rows
-        row_bytes = self._wanted.row_bytes
+        row_bytes = self._plan.row_bytes
         span = Span(note.key, first * row_bytes, min(stop * row_bytes, note.nbytes))
         return _Part(number, first, span, note.sums[first:stop]) if span.begin < span.end else None
 
-    def _load(self, parts: Sequence[_Part]) -> dict[int, Held | None]:
+    def _load(self, parts: Sequence[_Part]) -> dict[int, StoredPayload | None]:
         ends = np.cumsum([part.nbytes for part in parts]).tolist()
         buffer = np.empty(ends[-1] if ends else 0, dtype=np.uint8)
         present = self._pool.read([part.span for part in parts], buffer) if ends else []
         return {
-            part.number: Held(buffer.data[end - part.nbytes : end], part.sums, part.first_row)
+            part.number: StoredPayload(
+                buffer.data[end - part.nbytes : end], part.sums, part.first_row
+            )
             for part, end, there in zip(parts, ends, present, strict=True)
             if there
         }
 
 
-def _rows(wanted: Wanted) -> dict[int, tuple[int, int]]:
+def _rows(plan: ReadPlan) -> dict[int, tuple[int, int]]:
     """Return (first row, row behind the last) of every entry, in the order in which they come."""
     rows: dict[int, tuple[int, int]] = {}
-    for number, first, _, count in wanted.runs:
+    for number, first, _, count in plan.runs:
         held = rows.get(number, (first, first + count))
         rows[number] = (min(first, held[0]), max(first + count, held[1]))
     return rows

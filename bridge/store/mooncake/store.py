@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bridge.errors import StoreFull
-from bridge.store.base import WHOLE, Entry, Fill, Held, Position, Reader, Wanted
+from bridge.store.base import WHOLE, Entry, Position, Reader, ReadPlan, StoredPayload, Usage
 from bridge.store.checksums import row_is_intact, row_sums
 from bridge.store.disk.lmdb_store import DiskStore
 from bridge.store.mooncake.pool import Pool, PoolUnreachable
@@ -33,7 +33,7 @@ from bridge.wire.envelope import Buffer
 
 log = logging.getLogger(__name__)
 
-_MOST_ENTRIES = 4096  # of one append; a turn of the daemon has a few hundred
+_MAX_ENTRIES = 4096  # of one append; a turn of the daemon has a few hundred
 
 
 class MooncakeStore:
@@ -69,7 +69,7 @@ class MooncakeStore:
         Raises:
             StoreFull: journal or pool has no room, or the pool does not answer.
         """
-        assert len(entries) <= _MOST_ENTRIES
+        assert len(entries) <= _MAX_ENTRIES
         numbers = list(range(self._next, self._next + len(entries)))
         numbered = list(zip(numbers, entries, strict=True))
         self._next += len(entries)
@@ -96,10 +96,10 @@ class MooncakeStore:
         self._pool_bytes += sum(_nbytes(entry.payload or b"") for _, entry in numbered)
 
     @contextmanager
-    def reader(self, wanted: Wanted = WHOLE) -> Iterator[Reader]:
+    def reader(self, plan: ReadPlan = WHOLE) -> Iterator[Reader]:
         """Give the payload lookup; it raises PoolUnreachable."""
         with self._notes() as note:
-            yield PoolReader(self._pool, note, wanted)
+            yield PoolReader(self._pool, note, plan)
 
     def in_memory(self, numbers: Iterable[int]) -> list[memoryview] | None:
         """Return nothing: the pool is memory of other processes."""
@@ -146,9 +146,9 @@ class MooncakeStore:
         """Keep a checkpoint beside the journal."""
         return self._journal.write_checkpoint(content)
 
-    def fill(self) -> Fill:
+    def usage(self) -> Usage:
         """Return the bytes of the journal and those in the pool."""
-        return replace(self._journal.fill(), pool_bytes=self._pool_bytes)
+        return replace(self._journal.usage(), pool_bytes=self._pool_bytes)
 
     def close(self) -> None:
         """Leave the pool and let another daemon have the directory."""
@@ -158,7 +158,7 @@ class MooncakeStore:
 
     def _settle(self, numbers: Sequence[int]) -> None:
         """Drop what was never acknowledged, and entries whose payload the pool has lost."""
-        unknown = range(self._next, self._next + _MOST_ENTRIES)
+        unknown = range(self._next, self._next + _MAX_ENTRIES)
         self._pool.remove([self._key(number, self._opening - 1) for number in unknown])
         notes = self._noted(numbers)
         present = self._pool.present([key for key, _ in notes.values()])
@@ -202,14 +202,14 @@ class MooncakeStore:
 def _journaled(number: int, opening: int, entry: Entry) -> Entry:
     """Return an entry with opening, length and checksums of its payload in the payload's place."""
     if entry.payload is None or not _nbytes(entry.payload):
-        return Entry(entry.header, vital=entry.vital, makes_room=entry.makes_room)
+        return Entry(entry.header, reserved=entry.reserved, frees_space=entry.frees_space)
     sums = row_sums(number, entry.payload, entry.row_bytes)
     words = np.empty(2 + len(sums), dtype="<u8")
     words[0], words[1], words[2:] = opening, _nbytes(entry.payload), sums
     return Entry(entry.header, words.view(np.uint8).data)
 
 
-def _is_intact(number: int, held: Held) -> bool:
+def _is_intact(number: int, held: StoredPayload) -> bool:
     assert held.sums is not None
     return len(held.sums) == 1 and row_is_intact(number, 0, held.payload, int(held.sums[0]))
 

@@ -53,16 +53,16 @@ def test_reading_far_more_than_memory_holds_leaves_no_file_in_it(
 
 
 def test_what_is_under_the_bound_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_away: list[None] = []
+    released: list[None] = []
     shared = [100]
     monkeypatch.setattr("bridge.daemon.memory.mapped._shared_bytes", lambda: shared[0])
-    monkeypatch.setattr("bridge.daemon.memory.mapped.look_away", lambda: looked_away.append(None))
+    monkeypatch.setattr("bridge.daemon.memory.mapped.release_pages", lambda: released.append(None))
     monkeypatch.setattr("bridge.daemon.memory.mapped._PERIOD_S", 0.0)
     files = MappedFiles(10)
     for more, lent in ((10, 0), (15, 5), (30, 20)):
         shared[0] = 100 + more
-        files.look(lent)
-    assert looked_away == []
+        files.tick(lent)
+    assert released == []
     shared[0] = 116
-    files.look(5)
-    assert looked_away == [None]
+    files.tick(5)
+    assert released == [None]

@@ -103,8 +103,8 @@ def test_without_a_place_nothing_is_opened(opens: list[str]) -> None:
 def test_no_more_regions_are_held_than_stated_and_the_longest_unused_goes(
     lend: Callable[[], BufferHandle], opens: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert shared_memory._MOST_OPEN == 64
-    monkeypatch.setattr(shared_memory, "_MOST_OPEN", 3)
+    assert shared_memory._MAX_OPEN == 64
+    monkeypatch.setattr(shared_memory, "_MAX_OPEN", 3)
     held, places = Regions(), [lend() for _ in range(4)]
     for number in (0, 1, 2, 0, 3):  # 1 is the longest unused when 3 comes
         assert held.landing(bytes([number]), places[number], next(_SEQS)) is not None
@@ -126,10 +126,10 @@ def test_regions_that_are_not_used_are_let_go(
     held.landing(b"lost", replace(busy, key="0" * 32), next(_SEQS))
     now[0] += shared_memory._IDLE_S * 0.6
     held.landing(b"busy", busy, next(_SEQS))
-    held.look()
+    held.tick()
     assert set(held._open) == {b"idle", b"busy", b"lost"}
     now[0] += shared_memory._IDLE_S * 0.6
-    held.look()
+    held.tick()
     assert set(held._open) == {b"busy"}
     assert held.landing(b"idle", idle, next(_SEQS)) is not None
 

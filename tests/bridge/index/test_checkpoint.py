@@ -145,7 +145,7 @@ class _Bridge:
                 self.tell(Dropped("e", rows, 0))
             case ("gc", keep):
                 self.retention.collect(Policy(keep=keep))
-                self.retention.look()
+                self.retention.tick()
             case ("checkpoint",):
                 position = self.store.position()
                 assert position is not None

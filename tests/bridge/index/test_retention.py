@@ -466,7 +466,7 @@ def test_a_full_disk_takes_the_news_of_a_step_too(small_disk: Path, step: int) -
     with pytest.raises(StoreFull):  # noqa: PT012
         while True:
             held += store.append([Entry(b"header", bytes(70_000 + step * 8_000))])
-    assert store.append([Entry(b"a step", vital=True)]) == [len(held)]
+    assert store.append([Entry(b"a step", reserved=True)]) == [len(held)]
     store.drop(held)
     assert store.append([Entry(b"header", bytes(1_000_000))]) == [len(held) + 1]
     store.close()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bridge.index import RowMap
 from bridge.index.tables.block_table import BlockTable
-from bridge.index.tables.runs import groups, stretches
+from bridge.index.tables.runs import group_indices, runs
 from bridge.index.tables.sequence_set import SequenceSet
 
 _ROWS = st.lists(st.integers(0, 5000) | st.integers(0, 1 << 62), min_size=1, max_size=40)
@@ -113,7 +113,7 @@ def test_a_block_table_has_what_was_put_and_not_dropped(
 @given(st.lists(st.integers(-3, 3), max_size=30))
 def test_groups_walk_every_index_once_under_its_key(keys: list[int]) -> None:
     indices = np.arange(len(keys))
-    found = [(key, indices[at]) for key, at in groups(np.array(keys, dtype=int))]
+    found = [(key, indices[at]) for key, at in group_indices(np.array(keys, dtype=int))]
     assert [key for key, _ in found] == sorted(set(keys))
     walked = [(key, index) for key, at in found for index in at.tolist()]
     assert sorted(walked, key=lambda item: item[1]) == [(k, i) for i, k in enumerate(keys)]
@@ -121,7 +121,7 @@ def test_groups_walk_every_index_once_under_its_key(keys: list[int]) -> None:
 
 @given(st.lists(st.booleans(), max_size=30))
 def test_stretches_cover_every_index_once_and_begin_where_they_are_told(begins: list[bool]) -> None:
-    firsts, lengths = stretches(np.array(begins, dtype=np.bool_))
+    firsts, lengths = runs(np.array(begins, dtype=np.bool_))
     assert firsts.tolist() == [at for at, begin in enumerate(begins) if begin or at == 0]
     assert np.repeat(firsts, lengths).tolist() == [
         max(first for first in firsts.tolist() if first <= at) for at in range(len(begins))

@@ -90,7 +90,7 @@ def test_very_many_slow_connections_keep_nobody_out(daemon: Observed, layout: Re
 def test_a_client_that_sends_its_request_byte_by_byte_is_hung_up_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http, "_PATIENCE_S", 1.0)
+    monkeypatch.setattr(http, "_TIMEOUT_S", 1.0)
 
     def status() -> Status:
         raise AssertionError("nobody has asked")

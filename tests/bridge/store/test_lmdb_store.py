@@ -16,7 +16,7 @@ from bridge.client.client import TraceClient
 from bridge.errors import SchemaMismatch, StoreFull
 from bridge.layout import Part, RecordLayout
 from bridge.producer.producer import RecordProducer
-from bridge.store import CorruptStore, DiskStore, Entry, Held, Store, StoreBusy
+from bridge.store import CorruptStore, DiskStore, Entry, Store, StoreBusy, StoredPayload
 
 LIMIT = 16 << 20
 
@@ -187,7 +187,7 @@ def _alter(file: Path, content: bytes) -> None:
             place = held.find(content, place + 1)
 
 
-def _payload(held: Held | None) -> bytes | None:
+def _payload(held: StoredPayload | None) -> bytes | None:
     return None if held is None else bytes(held.payload)
 
 

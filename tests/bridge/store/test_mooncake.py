@@ -24,7 +24,7 @@ from bridge.daemon.spawn import EmbeddedBridge
 from bridge.errors import StoreFull, TraceError
 from bridge.layout import Part, RecordLayout
 from bridge.producer.producer import RecordProducer
-from bridge.store import CorruptStore, DiskStore, Entry, MooncakeStore, Store, Wanted
+from bridge.store import CorruptStore, DiskStore, Entry, MooncakeStore, ReadPlan, Store
 from bridge.store.mooncake.pool import NoMooncake, Pool, PoolUnreachable
 from bridge.store.pool_directory import next_opening, refuse_pooled
 from bridge.transport.ports import held_port
@@ -92,7 +92,7 @@ def open_store(shared_pool: RunningPool, tmp_path: Path) -> Iterator[Callable[[]
     yield reopen
     store = opened[0]
     store.drop([number for number, _ in store.replay()])
-    assert store.fill().pool_bytes == 0
+    assert store.usage().pool_bytes == 0
     store.close()
 
 
@@ -154,7 +154,7 @@ def test_any_rows_wanted_of_any_entries_are_those_that_were_appended(
     dropped = [numbers[entry] for entry in gone]
     store.drop(dropped)
     runs = [(numbers[entry], first, 0, count) for entry, first, count in picks]
-    with store.reader(Wanted(row_bytes, runs)) as read:
+    with store.reader(ReadPlan(row_bytes, runs)) as read:
         for number, first, _, count in runs:
             held = read(number)
             assert (held is None) == (number in dropped)
@@ -164,12 +164,12 @@ def test_any_rows_wanted_of_any_entries_are_those_that_were_appended(
                 expected = sent[first * row_bytes : (first + count) * row_bytes]
                 assert held.payload[begin : begin + count * row_bytes] == expected
     store.drop(numbers)
-    assert store.fill().pool_bytes == 0
+    assert store.usage().pool_bytes == 0
 
 
 def test_only_wanted_rows_are_moved(store: MooncakeStore) -> None:
     store.append([Entry(b"h", bytes(100_000), 1000)])
-    with store.reader(Wanted(1000, [(0, 70, 0, 2)])) as read:
+    with store.reader(ReadPlan(1000, [(0, 70, 0, 2)])) as read:
         held = read(0)
     assert held is not None
     assert (held.first_row, held.payload.nbytes) == (70, 2000)
@@ -238,7 +238,7 @@ def test_rows_on_their_way_at_kill_9_are_sent_again_and_nothing_stays_behind(
     store = MooncakeStore(tmp_path, JOURNAL, shared_pool.master)
     store.drop([number for number, _ in store.replay()])
     # Mooncake gives up what was half written after a while.
-    _wait_until(lambda: store.drop([]) is None and store.fill().pool_bytes == 0, most_s=90)
+    _wait_until(lambda: store.drop([]) is None and store.usage().pool_bytes == 0, most_s=90)
     store.close()
 
 

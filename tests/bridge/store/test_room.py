@@ -38,8 +38,8 @@ print(len(list(store.replay())))
 @given(st.integers(0, 1 << 50))
 def test_the_parts_of_a_limit_leave_room_to_each_next_one(limit: int) -> None:
     room = Room.of(limit)
-    assert 0 < room.rows < room.vital < room.steps < room.file
-    assert room.file + room.ballast + 2 * room.checkpoint <= room.limit
+    assert 0 < room.rows < room.reserved < room.steps < room.file
+    assert room.file + room.reserve_file + 2 * room.checkpoint <= room.limit
     assert room.rows + room.limit // 32 <= room.row_file < room.file
 
 
@@ -49,14 +49,14 @@ def test_a_store_full_of_whatever_sizes_takes_a_step_and_lets_go(
 ) -> None:
     store = DiskStore(tmp_path, LIMIT, sync=False)
     held = _append_until_full(store, Entry(b"rows" * 100, bytes(nbytes), nbytes))
-    vital = _append_until_full(store, Entry(b"dropped" * 70, vital=True))
+    reserved = _append_until_full(store, Entry(b"dropped" * 70, reserved=True))
     for again in range(2):
-        step = Entry(b"step" * 20, vital=True, makes_room=True)
-        assert store.append([step]) == [held + vital + again]
+        step = Entry(b"step" * 20, reserved=True, frees_space=True)
+        assert store.append([step]) == [held + reserved + again]
         store.close()
         store = DiskStore(tmp_path, LIMIT)
     store.drop(range(held))
-    assert store.fill().disk_bytes < LIMIT // 4
+    assert store.usage().disk_bytes < LIMIT // 4
     assert _files(tmp_path) <= LIMIT
     assert _append_until_full(store, Entry(b"rows" * 100, bytes(nbytes), nbytes)) > held // 2
     store.close()

@@ -37,8 +37,8 @@ def _payload(store: Store, number: int) -> bytes | None:
 
 
 def _used(store: Store) -> int:
-    fill = store.fill()
-    return fill.memory_bytes + fill.disk_bytes
+    usage = store.usage()
+    return usage.memory_bytes + usage.disk_bytes
 
 
 def _pattern(number: int, nbytes: int = 20_000) -> bytes:
@@ -65,9 +65,9 @@ def test_a_batch_that_does_not_fit_leaves_everything_as_it_was(store: Store) -> 
 def test_a_full_store_is_read_as_before_and_never_passes_its_limits(store: Store) -> None:
     held = _fill(store)
     assert held > 50
-    fill = store.fill()
-    assert fill.memory_bytes <= fill.memory_limit
-    assert fill.disk_bytes <= fill.disk_limit
+    usage = store.usage()
+    assert usage.memory_bytes <= usage.memory_limit
+    assert usage.disk_bytes <= usage.disk_limit
     assert all(_payload(store, number) == _pattern(number) for number in range(held))
     assert store.append([Entry(b"", b"")]) == [held]
 
@@ -112,10 +112,10 @@ def test_any_mix_of_sizes_and_drops_reads_back_exactly_what_is_held(
 
 
 def test_the_index_counts_against_the_memory_limit(store: Store) -> None:
-    if not store.fill().memory_limit:
+    if not store.usage().memory_limit:
         pytest.skip("this tier has no memory")
     store.append([Entry(b"header", _pattern(0))])
-    store.reserve(store.fill().memory_limit + 1)
+    store.reserve(store.usage().memory_limit + 1)
     with pytest.raises(StoreFull, match="index"):
         store.append([Entry(b"header", _pattern(1))])
     store.reserve(0)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from bridge.cli.app import app
 from bridge.client.client import TraceClient
-from bridge.daemon.authenticator import Guard
+from bridge.daemon.authenticator import Authenticator
 from bridge.daemon.spawn import READY
 from bridge.errors import BridgeUnreachable
 from bridge.layout import Part, RecordLayout
@@ -239,15 +239,15 @@ def test_a_bridge_that_is_not_there_is_to_be_started_with_keys(keys: Path) -> No
 def test_nobody_comes_in_before_somebody_answers_who_may(keys: Path) -> None:
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
-    guard = Guard(context, socket, BridgeKeys.load(keys / "bridge.keys"))
+    authenticator = Authenticator(context, socket, BridgeKeys.load(keys / "bridge.keys"))
     port = socket.bind_to_random_port("tcp://127.0.0.1")
     peer = context.socket(zmq.DEALER)
     ClientKeys.load(keys / "trainer.keys").secure(peer)
     peer.connect(f"tcp://127.0.0.1:{port}")
     peer.send_multipart(encode(Stats(), 0))
-    assert guard.sockets[0].poll(30_000)  # ZeroMQ asks: the handshake has come this far
+    assert authenticator.sockets[0].poll(30_000)  # ZeroMQ asks: the handshake has come this far
     assert not socket.poll(200)
-    guard.turn()
+    authenticator.run_once()
     assert socket.poll(30_000)
     context.destroy(linger=0)
 

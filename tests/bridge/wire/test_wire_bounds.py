@@ -267,7 +267,7 @@ def test_engines_cannot_introduce_themselves_beyond_the_memory_limit(
 
 
 def test_pins_are_bounded_in_number(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.daemon.retention._MOST_PINS", 3)
+    monkeypatch.setattr("bridge.daemon.retention._MAX_PINS", 3)
     with TraceClient(endpoint) as client:
         client.pin(["a", "b", "c"])
         client.pin(["c", "a"])

@@ -113,8 +113,8 @@ def test_nothing_comes_out_of_the_daemon_and_its_index_stays_bounded(
 ) -> None:
     daemon._handle(b"p", [memoryview(frame) for frame in frames])
     daemon._ingest.commit()
-    daemon._retention.look()
-    stats = daemon._census.stats()
+    daemon._retention.tick()
+    stats = daemon._queries.stats()
     assert stats.index_bytes + stats.memory_bytes <= stats.memory_limit
 
 
