@@ -203,6 +203,7 @@ def _expert_marks(
         records,
         linears.groups,
         overlaps_shared=overlapped is not None,
+        are_grouped=linears.are_grouped,
         learns_at_fc2=linears.sees_all_rows,
     )
     yield moe, "trace_experts", site

@@ -1,11 +1,12 @@
 """What FP4 and guidance cost a training step on one GPU, beside the same step in BF16.
 
 Layers of Qwen3-30B-A3B's shape with Transformer Engine's grouped experts; forward, backward and
-optimizer step. The modes take turns on one model, so that all see the same machine:
+optimizer step. The modes take turns on one model and on the same micro-batches, and all replay the
+recorded routes: grouped GEMMs of the same shapes, on the same machine.
 
   bf16        FP4 off
   nearest     experts, keys and values in FP4, rounded to nearest
-  guided      records of fc1, K, V and routes followed in every layer
+  guided      records of fc1, K and V followed in every layer
   guided_fc2  fc2 too
   live        as guided, each step with records of its own that a running bridge sends; `waited_ms`
               is how long a step waited for them
@@ -19,7 +20,8 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -27,16 +29,19 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from torch import Tensor
 
 from benchmarks.command_line import command_line
 from benchmarks.gpu_timing import git_commit
 from benchmarks.trainer_step.live import measure_live
 from benchmarks.trainer_step.model import SEQUENCE, VOCABULARY, Trainer, start_one_rank
 from benchmarks.trainer_step.records import random_records
+from bridge.client.records import TrajectoryRecords
 from bridge.layout import RecordLayout, Site
 from megatron_trace import (
     Guidance,
     GuidedMicroBatch,
+    TraceTrainerConfig,
     disable_fp4,
     enable_fp4,
     free_rounded_weights,
@@ -44,11 +49,14 @@ from megatron_trace import (
 )
 from megatron_trace.enable import shape_of
 
-SITES = {
+SITES: dict[str, tuple[Site, ...]] = {
+    "bf16": (Site.ROUTES,),
+    "nearest": (Site.ROUTES,),
     "guided": (Site.FC1, Site.K, Site.V, Site.ROUTES),
     "guided_fc2": (Site.FC1, Site.FC2, Site.K, Site.V, Site.ROUTES),
 }
-MODES = ("bf16", "nearest", *SITES, "live")
+MODES = (*SITES, "live")
+MICRO_BATCHES = 3
 LIVE_STEPS = 10
 
 
@@ -57,21 +65,35 @@ def layout_of(trainer: Trainer, sites: tuple[Site, ...], layers: int) -> RecordL
     return RecordLayout(shape_of(trainer.model.config), tuple(range(layers)), sites, bits=1)
 
 
-def micro_batch(trainer: Trainer, sites: tuple[Site, ...], layers: int) -> GuidedMicroBatch:
-    """Records of all layers for the trainer's tokens."""
-    layout = layout_of(trainer, sites, layers)
-    tokens = trainer.tokens.cpu()
-    records = [random_records(f"t{i}", row, layout) for i, row in enumerate(tokens)]
-    return GuidedMicroBatch.from_records(
-        records, trainer.tokens, weight_version="1", guidance=Guidance()
-    )
+@dataclass
+class Recorded:
+    """Tokens of a micro-batch and records of every site, from which each mode takes its own."""
+
+    tokens: Tensor
+    records: list[TrajectoryRecords]
+
+    @classmethod
+    def random(cls, trainer: Trainer, shape: tuple[int, int], layers: int) -> Recorded:
+        layout = layout_of(trainer, SITES["guided_fc2"], layers)
+        tokens = torch.randint(VOCABULARY, shape)
+        return cls(tokens, [random_records(f"t{i}", row, layout) for i, row in enumerate(tokens)])
+
+    def micro_batch(self, mode: str) -> GuidedMicroBatch:
+        return GuidedMicroBatch.from_records(
+            self.records,
+            self.tokens,
+            weight_version="1",
+            guidance=Guidance(sites=SITES[mode]),
+            device="cuda",
+        )
 
 
-def milliseconds(trainer: Trainer, batch: GuidedMicroBatch | None) -> float:
+def milliseconds(trainer: Trainer, batch: GuidedMicroBatch, tokens: Tensor) -> float:
     """One step between two events."""
+    trainer.tokens = tokens.cuda()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    with nullcontext() if batch is None else guide(batch):
+    with guide(batch):
         trainer.step()
     end.record()
     end.synchronize()
@@ -80,32 +102,33 @@ def milliseconds(trainer: Trainer, batch: GuidedMicroBatch | None) -> float:
 
 @contextmanager
 def in_mode(trainer: Trainer, mode: str) -> Iterator[None]:
-    """Switch FP4 on for every mode but BF16, and off again."""
-    if mode != "bf16":
-        enable_fp4(trainer.model)
+    """Switch on what a mode computes, and off again."""
+    is_fp4 = mode != "bf16"
+    enable_fp4(trainer.model, TraceTrainerConfig(experts=is_fp4, kv_cache=is_fp4))
     yield
     free_rounded_weights(trainer.model)
     disable_fp4(trainer.model)
 
 
-def measure(trainer: Trainer, layers: int, rounds: int, modes: list[str]) -> list[dict[str, Any]]:
-    """All modes but live at the trainer's number of tokens."""
-    batches = {mode: micro_batch(trainer, SITES[mode], layers) for mode in modes if mode in SITES}
+def measure(
+    trainer: Trainer, recorded: list[Recorded], rounds: int, modes: list[str]
+) -> list[dict[str, Any]]:
+    """All modes but live on these micro-batches."""
+    batches = {mode: [each.micro_batch(mode) for each in recorded] for mode in modes}
     times: dict[str, list[float]] = {mode: [] for mode in modes}
     peaks = dict.fromkeys(modes, 0)
     for turn in range(rounds + 1):
         for mode in modes:
             with in_mode(trainer, mode):
-                milliseconds(trainer, batches.get(mode))  # after the switch
+                pairs = list(zip(batches[mode], recorded, strict=True))
+                milliseconds(trainer, pairs[0][0], pairs[0][1].tokens)  # after the switch
                 torch.cuda.reset_peak_memory_stats()
-                elapsed = [milliseconds(trainer, batches.get(mode)) for _ in range(3)]
+                elapsed = [milliseconds(trainer, batch, each.tokens) for batch, each in pairs]
                 peaks[mode] = max(peaks[mode], torch.cuda.max_memory_allocated())
             if turn:
                 times[mode] += elapsed
     return [
         {
-            "layers": layers,
-            "tokens": trainer.tokens.numel(),
             "mode": mode,
             "ms": round(statistics.median(times[mode]), 2),
             "ms_least": round(min(times[mode]), 2),
@@ -120,19 +143,19 @@ def live(trainer: Trainer, layers: int) -> dict[str, Any]:
     layout = layout_of(trainer, SITES["guided"], layers)
     with in_mode(trainer, "live"):
         found = measure_live(trainer, layout, LIVE_STEPS)
-    return {"layers": layers, "tokens": trainer.tokens.numel(), "mode": "live", **found}
+    return {"mode": "live", **found}
 
 
-def profile(trainer: Trainer, layers: int, mode: str) -> None:
+def profile(trainer: Trainer, recorded: Recorded, mode: str) -> None:
     """Print where one step spends the device's and the host's time."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
-    batch = micro_batch(trainer, SITES[mode], layers) if mode in SITES else None
+    batch = recorded.micro_batch(mode)
     with in_mode(trainer, mode):
-        milliseconds(trainer, batch)
+        milliseconds(trainer, batch, recorded.tokens)
         with torch_profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
-            milliseconds(trainer, batch)
+            milliseconds(trainer, batch, recorded.tokens)
     averages = found.key_averages()
     print(averages.table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=70))
     print(averages.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=70))
@@ -169,14 +192,15 @@ def main(
     rows: list[dict[str, Any]] = []
     for size in map(int, tokens.split(",")):
         shape = (size // SEQUENCE, SEQUENCE)
-        trainer.tokens = torch.randint(VOCABULARY, shape, device="cuda")
         chosen = modes.split(",")
-        found_rows = measure(trainer, layers, rounds, [mode for mode in chosen if mode != "live"])
+        recorded = [Recorded.random(trainer, shape, layers) for _ in range(MICRO_BATCHES)]
+        found_rows = measure(trainer, recorded, rounds, [mode for mode in chosen if mode in SITES])
         if "live" in chosen:
+            trainer.tokens = recorded[0].tokens
             found_rows.append(live(trainer, layers))
         for row in found_rows:
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+            rows.append({"layers": layers, "tokens": size, **row})
+            print(json.dumps(rows[-1]), flush=True)
     found = {
         "name": "trainer_step",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -192,7 +216,7 @@ def main(
         out.write_text(json.dumps(found, indent=1) + "\n")
     for mode in filter(None, profiled.split(",")):
         print(f"--- {mode}")
-        profile(trainer, layers, mode)
+        profile(trainer, recorded[0], mode)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from torch import Tensor
 from bridge.fp4.triton_arithmetic import (
     decode_e2m1,
     decode_e4m3,
+    encode_e2m1,
+    encode_e4m3,
     float_of,
     magnitude_bits,
     power_scale,
@@ -26,7 +28,9 @@ from bridge.fp4.triton_arithmetic import (
     upcast,
 )
 
-_TILE_VALUES = 8192
+# Words of 8 bytes and blocks of 16 values that one program takes.
+_READ_WORDS = 2048
+_QUANTIZE_BLOCKS = 128
 _EXPAND_BLOCKS = 256
 # Odd constants of SplitMix64, as signed numbers.
 _MIX_1: tl.constexpr = tl.constexpr(-7046029254386353131)
@@ -50,18 +54,10 @@ def read_matrices(
     experts, device = len(pointers_E), pointers_E.device
     print_E = torch.zeros(experts, dtype=torch.int64, device=device)
     amax_EP = torch.zeros((experts, projections), dtype=torch.int32, device=device)
-    rows = shape_OI[0] // projections
-    tile_rows, padded = _tile(rows, shape_OI[1])
-    _read_matrices[(experts, projections, triton.cdiv(rows, tile_rows))](
-        pointers_E,
-        print_E,
-        amax_EP,
-        rows,
-        shape_OI[1],
-        IS_BF16=dtype == torch.bfloat16,
-        TILE_ROWS=tile_rows,
-        PADDED=padded,
-        num_warps=8,
+    is_bf16 = dtype == torch.bfloat16
+    words = shape_OI[0] // projections * shape_OI[1] // (4 if is_bf16 else 2)
+    _read_matrices[(triton.cdiv(words, _READ_WORDS), projections, experts)](
+        pointers_E, print_E, amax_EP, words, IS_BF16=is_bf16, WORDS=_READ_WORDS, num_warps=4
     )
     return print_E, amax_EP
 
@@ -87,20 +83,17 @@ def quantize_changed(
     """
     experts, rows, blocks = fp4[1].shape
     projections = now[1].shape[1]
-    rows //= projections
-    tile_rows, padded = _tile(rows, blocks * 16)
-    _quantize_changed[(experts, projections, triton.cdiv(rows, tile_rows))](
+    per_projection = rows // projections * blocks
+    _quantize_changed[(triton.cdiv(per_projection, _QUANTIZE_BLOCKS), projections, experts)](
         pointers_E,
         *fp4,
         *now,
         *kept,
-        rows,
-        blocks,
+        per_projection,
         IS_BF16=source_dtype == torch.bfloat16,
         THROUGH_BF16=rollout_dtype == torch.bfloat16,
-        TILE_ROWS=tile_rows,
-        PADDED=padded // 16,
-        num_warps=8,
+        BLOCKS=_QUANTIZE_BLOCKS,
+        num_warps=4,
     )
     for old, new in zip(kept, now, strict=True):
         old.copy_(new)
@@ -126,21 +119,24 @@ def expand(
     )
 
 
-def _tile(rows: int, width: int) -> tuple[int, int]:
-    """Return how many rows a program takes, and the columns with padding."""
-    padded = triton.next_power_of_2(width)
-    return max(1, min(_TILE_VALUES // padded, triton.next_power_of_2(rows))), padded
+@triton.jit
+def _matrix_of(pointers, expert, IS_BF16: tl.constexpr):
+    address = tl.load(pointers + expert)
+    if IS_BF16:
+        return address.to(tl.pointer_type(tl.bfloat16))
+    else:
+        return address.to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
-def _load(pointers, expert, value, live, IS_BF16: tl.constexpr):
-    """Load values of an expert's matrix as FP32."""
-    address = tl.load(pointers + expert)
+def _magnitude(word, IS_BF16: tl.constexpr):
+    """Return the bits of the largest magnitude, as FP32, of the 4 BF16 or 2 FP32 of a word."""
     if IS_BF16:
-        matrix = address.to(tl.pointer_type(tl.bfloat16))
+        first = tl.maximum(word & 0x7FFF, (word >> 16) & 0x7FFF)
+        second = tl.maximum((word >> 32) & 0x7FFF, (word >> 48) & 0x7FFF)
+        return tl.maximum(first, second).to(tl.int32) << 16
     else:
-        matrix = address.to(tl.pointer_type(tl.float32))
-    return upcast(tl.load(matrix + value, mask=live, other=0.0))
+        return tl.maximum(word & 0x7FFFFFFF, (word >> 32) & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -148,24 +144,22 @@ def _read_matrices(
     pointers,
     prints,
     amax,
-    rows,
-    width,
+    words,
     IS_BF16: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    PADDED: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
-    expert, projection = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row_R = tl.program_id(2) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    column_I = tl.arange(0, PADDED)
-    live = (row_R < rows)[:, None] & (column_I < width)[None, :]
-    value = ((projection * rows + row_R) * width)[:, None].to(tl.int64) + column_I[None, :]
-    x = _load(pointers, expert, value, live, IS_BF16)
-    bits = x.to(tl.int32, bitcast=True)
-    mixed = value * _MIX_1 + bits.to(tl.int64) * _MIX_2
-    mixed = (mixed ^ (mixed >> 29)) * _MIX_1
-    mixed = tl.where(live, mixed ^ (mixed >> 32), 0)
-    tl.atomic_add(prints + expert, tl.sum(tl.sum(mixed, axis=1), axis=0))
-    largest = tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
+    """One program reads some words of 8 bytes of one projection of one expert."""
+    expert, projection = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    word_W = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    live_W = word_W < words
+    word_W += projection * words
+    matrix = tl.load(pointers + expert).to(tl.pointer_type(tl.int64))
+    x_W = tl.load(matrix + word_W, mask=live_W, other=0)
+    mixed_W = (x_W ^ (word_W * _MIX_1)) * _MIX_2
+    mixed_W = (mixed_W ^ (mixed_W >> 32)) * _MIX_1
+    mixed_W = tl.where(live_W, mixed_W ^ (mixed_W >> 29), 0)
+    tl.atomic_add(prints + expert, tl.sum(mixed_W, axis=0))
+    largest = tl.max(_magnitude(x_W, IS_BF16), axis=0)
     tl.atomic_max(amax + expert * tl.num_programs(1) + projection, largest)
 
 
@@ -187,35 +181,56 @@ def _quantize_changed(
     amax,
     kept_prints,
     kept_amax,
-    rows,
     blocks,
     IS_BF16: tl.constexpr,
     THROUGH_BF16: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    expert, projection = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = expert * tl.num_programs(1) + projection
+    """One program quantizes some blocks of one projection of one expert, if it has changed."""
+    expert = tl.program_id(2).to(tl.int64)
+    at = expert * tl.num_programs(1) + tl.program_id(1)
     largest = tl.load(amax + at)
     is_new = tl.load(prints + expert) != tl.load(kept_prints + expert)
     if is_new | (largest != tl.load(kept_amax + at)):
         scale = _scale_of(largest, THROUGH_BF16)
-        block_B = tl.arange(0, PADDED)
-        value_BS = block_B[:, None] * 16 + tl.arange(0, 16)[None, :]
-        byte_BH = block_B[:, None] * 8 + tl.arange(0, 8)[None, :]
-        for number in range(TILE_ROWS):
-            row = tl.program_id(2) * TILE_ROWS + number
-            live_B = (block_B < blocks) & (row < rows)
-            first = ((projection * rows + row) * blocks).to(tl.int64)
-            x_BS = _load(pointers, expert, first * 16 + value_BS, live_B[:, None], IS_BF16)
-            if THROUGH_BF16:
-                x_BS = upcast(round_bf16(x_BS))
+        block_B = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+        live_B = block_B < blocks
+        value_BS = block_B[:, None].to(tl.int64) * 16 + tl.arange(0, 16)[None, :]
+        value_BS += tl.program_id(1).to(tl.int64) * blocks * 16
+        matrix = _matrix_of(pointers, expert, IS_BF16)
+        x_BS = upcast(tl.load(matrix + value_BS, mask=live_B[:, None], other=0.0))
+        if THROUGH_BF16:
+            x_BS = upcast(round_bf16(x_BS)) if not IS_BF16 else x_BS
+            codes_BS, scales_B = _quantize_bf16(x_BS, scale)
+        else:
             codes_BS, scales_B, _ = quantize_nvfp4_blocks(x_BS, scale)
-            low_BH, high_BH = tl.split(tl.reshape(codes_BS, (PADDED, 8, 2)))
-            packed_BH = (low_BH | (high_BH << 4)).to(tl.uint8)
-            first += expert * tl.num_programs(1) * rows * blocks
-            tl.store(codes + first * 8 + byte_BH, packed_BH, mask=live_B[:, None])
-            tl.store(scales + first + block_B, scales_B.to(tl.uint8), mask=live_B)
+        low_BH, high_BH = tl.split(tl.reshape(codes_BS, (BLOCKS, 8, 2)))
+        packed_BH = (low_BH | (high_BH << 4)).to(tl.uint8)
+        block_B = at * blocks + block_B
+        byte_BH = block_B[:, None] * 8 + tl.arange(0, 8)[None, :]
+        tl.store(codes + byte_BH, packed_BH, mask=live_B[:, None])
+        tl.store(scales + block_B, scales_B.to(tl.uint8), mask=live_B)
+
+
+@triton.jit
+def _quantize_bf16(x_BS, global_scale):
+    """`quantize_nvfp4_blocks` of BF16 values, with one division per block.
+
+    A BF16 value has 8 significant bits, a block's scale 4 and a midpoint between code words 3. So a
+    quotient is a midpoint or at least 2^-9 of it away, and a product with the reciprocal is within
+    2^-22 of the quotient. Rounded to 16 bits it is on the same side, and midpoints are exact.
+    """
+    amax_B = float_of(tl.max(magnitude_bits(x_BS), axis=1))
+    global_B = tl.broadcast_to(global_scale, amax_B.shape)
+    six_B = tl.full(amax_B.shape, 6.0, tl.float32)
+    scales_B = encode_e4m3(tl.div_rn(tl.div_rn(amax_B, six_B), global_B))
+    effective_B = decode_e4m3(scales_B) * global_B
+    # A scale that is zero or NaN gives code words 0.
+    one_B = tl.full(amax_B.shape, 1.0, tl.float32)
+    inverse_B = tl.where(effective_B > 0, tl.div_rn(one_B, effective_B), 0.0)
+    z_BS = x_BS * tl.expand_dims(inverse_B, 1)
+    z_BS = float_of((z_BS.to(tl.int32, bitcast=True) + 0x80) & -256)
+    return tl.where(tl.expand_dims(effective_B, 1) > 0, encode_e2m1(z_BS), 0), scales_B
 
 
 @triton.jit
@@ -241,6 +256,8 @@ def _expand(
     effective_B = decode_e4m3(tl.load(scales + block_B, mask=live_B, other=0).to(tl.int32)) * scale
     y_BS = decode_e2m1(codes_BS) * tl.expand_dims(effective_B, 1)
     if values.dtype.element_ty == tl.bfloat16:
-        tl.store(values + value_BS, round_bf16(y_BS), mask=live_B[:, None])
+        # A code word has 2 significant bits and a scale 4: BF16 holds the product exactly.
+        high_BS = (y_BS.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+        tl.store(values + value_BS, high_BS.to(tl.bfloat16, bitcast=True), mask=live_B[:, None])
     else:
         tl.store(values + value_BS, y_BS, mask=live_B[:, None])

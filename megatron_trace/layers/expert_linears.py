@@ -30,8 +30,12 @@ class ExpertLinears:
     @property
     def sees_all_rows(self) -> bool:
         """Whether the input of fc2 passes once with the rows of all experts, never recomputed."""
-        grouped = not isinstance(self._experts, SequentialMLP)
-        return grouped and not getattr(self._experts, "activation_recompute", False)
+        return self.are_grouped and not getattr(self._experts, "activation_recompute", False)
+
+    @property
+    def are_grouped(self) -> bool:
+        """Whether one layer multiplies all experts."""
+        return not isinstance(self._experts, SequentialMLP)
 
     @cached_property
     def groups(self) -> tuple[ExpertGroup, ExpertGroup]:
@@ -48,12 +52,12 @@ class ExpertLinears:
     def _marks_one_by_one(self, experts: SequentialMLP) -> Iterator[Mark]:
         fc1, fc2 = self.groups
         for index, expert in enumerate(experts.local_experts):
-            yield expert, "trace_fc2_input", Fc2Input(index, self._shard_group)
+            yield expert, "trace_fc2_input", Fc2Input(index, self._shard_group, self.groups)
             yield expert.linear_fc1, "trace_weight", ExpertWeight(fc1, index)
             yield expert.linear_fc2, "trace_weight", ExpertWeight(fc2, index)
 
     def _marks_grouped(self) -> Iterator[Mark]:
-        yield self._experts, "trace_fc2_input", Fc2Input(None, self._shard_group)
+        yield self._experts, "trace_fc2_input", Fc2Input(None, self._shard_group, self.groups)
         for name, group in zip(("linear_fc1", "linear_fc2"), self.groups, strict=True):
             linear = getattr(self._experts, name)
             yield linear, "trace_weights", GroupedWeights(group, linear.fuse_wgrad_accumulation)

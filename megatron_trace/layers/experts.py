@@ -6,6 +6,7 @@ E experts, P rows dispatched to this rank, I intermediate size (this rank's part
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,7 @@ class ExpertLayer:
 
     weights          fc1's and fc2's
     overlaps_shared  whether shared experts are computed while the tokens are dispatched
+    are_grouped      whether one layer multiplies all experts, first fc1's and then fc2's
     learns_at_fc2    whether the input of fc2 can give the probabilities their gradient: it has all
                      rows at once and is not recomputed apart from the router
     """
@@ -57,6 +59,7 @@ class ExpertLayer:
     records: RecordDispatcher
     weights: tuple[ExpertGroup, ExpertGroup]
     overlaps_shared: bool = False
+    are_grouped: bool = False
     learns_at_fc2: bool = False
 
     def round_input(self, hidden_SBH: Tensor) -> Tensor:
@@ -83,10 +86,17 @@ class ExpertLayer:
         """Weigh the outputs as the rollout does, after fc2."""
         learns_at_fc2 = current_scope().probs is not None
         set_dispatched(None, None)
-        refills = tuple(refill for group in self.weights for refill in group.refills())
-        output_PH = refill_before_backward(output_PH, refills)
+        output_PH = refill_before_backward(output_PH, self._first_refills())
         release_work_buffers()
         return (weigh_without_gradient if learns_at_fc2 else weigh)(output_PH, probs_P)
+
+    def _first_refills(self) -> tuple[Callable[[], None], ...]:
+        """Return what makes the weights be there when the experts' backward begins.
+
+        Grouped experts need those of fc1 only later, and refill them themselves.
+        """
+        groups = self.weights[1:] if self.are_grouped else self.weights
+        return tuple(refill for group in groups for refill in group.refills())
 
     def _rows(self, site: Site, num_tokens: int) -> SiteRows | None:
         scope = current_scope()
@@ -141,10 +151,12 @@ class Fc2Input:
 
     local_index  the expert; None if the rows of all local experts come at once
     row_group    the ranks that share its rows, if several
+    weights      fc1's and fc2's of all experts
     """
 
     local_index: int | None
     row_group: ProcessGroup | None
+    weights: tuple[ExpertGroup, ExpertGroup]
 
     def round_activation(self, activation_PI: Tensor) -> Tensor:
         """Round the input of fc2, one row per token and expert slot."""
@@ -157,4 +169,14 @@ class Fc2Input:
         shared = self.row_group
         scale_P1 = None if shared is None else own_token_scale(activation_PI, shared)
         rounded_PI = round_rows(activation_PI, scale_P1, rows, first)
+        if self.local_index is None:
+            rounded_PI = self._exchange_weights(rounded_PI)
         return rounded_PI if scope.probs is None else learn_from_fc2_input(rounded_PI, scope.probs)
+
+    def _exchange_weights(self, rounded_PI: Tensor) -> Tensor:
+        """Have only one layer's weights in memory: fc1 is done forward, and fc2 backward."""
+        fc1, fc2 = self.weights
+        before_backward = (*fc2.releases(), *fc1.refills())
+        for release in fc1.releases():
+            release()
+        return refill_before_backward(rounded_PI, before_backward)

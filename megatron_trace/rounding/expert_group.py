@@ -129,6 +129,12 @@ class ExpertGroup:
             return ()
         return (partial(self._kept.expand_into, self._buffer()),)
 
+    def releases(self) -> tuple[Callable[[], None], ...]:
+        """Return what gives the memory of this forward's weights back, until they are needed."""
+        if self._kept is None or not self._is_fresh:
+            return ()
+        return (self._buffer().release,)
+
     def free(self) -> int:
         """Let go of the code words; return the bytes that they took."""
         kept, self._kept, self._is_fresh = self._kept, None, False

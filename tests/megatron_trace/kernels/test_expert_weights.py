@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bridge.fp4.nvfp4 import quantize_weight
+from bridge.fp4.nvfp4 import decode_e4m3, encode_e2m1, quantize_weight
 from megatron_trace.kernels.expert_weights import expand, quantize_changed, read_matrices
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -149,3 +149,14 @@ def test_a_matrix_with_nan_is_nan_throughout() -> None:
     kept.update(weights)
     assert bool(kept.values()[0].isnan().all())
     assert bool(kept.values()[1:].isfinite().all())
+
+
+def test_a_product_with_the_reciprocal_is_coded_as_the_quotient() -> None:
+    """Every BF16 significand and sign, 21 binades, every positive block scale."""
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
+    x = (bits << 16).view(torch.float32)
+    x = x[(x.abs() >= 2.0**-10) & (x.abs() < 2.0**11)].unsqueeze(-1)
+    scale = decode_e4m3(torch.arange(1, 0x7F, dtype=torch.uint8))
+    product = x * (torch.ones(()) / scale)
+    rounded = ((product.view(torch.int32) + 0x80) & -256).view(torch.float32)
+    assert torch.equal(encode_e2m1(rounded), encode_e2m1(x / scale))
