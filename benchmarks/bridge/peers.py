@@ -93,11 +93,11 @@ def replies(endpoint: str, names: Sequence[str]) -> list[Frames]:
         for name in names:
             at, end = 0, 1
             while at < end:
-                seq = connection.say(Fetch(name, at))
-                head = connection.reply(seq, FetchReply, paging.end)
+                seq = connection.send(Fetch(name, at))
+                head = connection.receive(seq, FetchReply, paging.end)
                 messages.append(encode(head, seq))
                 messages += [encode(rows, seq) for rows in paging.rows(head, seq)]
-                connection.forget([seq])
+                connection.cancel([seq])
                 at, end = at + len(head.tokens), head.length
     return messages
 

@@ -49,7 +49,7 @@ def send(
     shards, count, nbytes = rank_shards(layout, tp, ep), len(rows[Part.KV]), 0
     for rank, shard in enumerate(shards):
         with RecordProducer(endpoint) as producer:
-            producer.hello(name, layout, shards=shards, shard=rank)
+            producer.register(name, layout, shards=shards, shard=rank)
             for part in Part:
                 sent = rows[part][:, byte_columns(layout, shard.layout, part)]
                 if shard.by_slot and part is Part.FORWARD:

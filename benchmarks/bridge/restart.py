@@ -113,7 +113,7 @@ def _make(directory: Path, entries: int) -> None:
             if number == oldest:
                 _write(store, catalog, number)
                 (directory / "index").rename(directory / "index.old")
-            told = message.block if isinstance(message, Rows) else message
+            told = message.header if isinstance(message, Rows) else message
             catalog.apply(told, number, number)
     _write(store, catalog, entries)
     store.close()
@@ -134,7 +134,7 @@ def _message(number: int) -> Hello | Rows | Trajectory:
 
 def _entry(message: Hello | Rows | Trajectory, seq: int) -> Entry:
     if isinstance(message, Rows):
-        return Entry(pack(message.block, seq), _PAYLOAD.reshape(-1).data, _PAYLOAD.shape[1])
+        return Entry(pack(message.header, seq), _PAYLOAD.reshape(-1).data, _PAYLOAD.shape[1])
     return Entry(pack(message, seq))
 
 

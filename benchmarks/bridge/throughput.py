@@ -117,7 +117,7 @@ def served(load: Load, **options: Any) -> Iterator[tuple[int, RecordProducer, Tr
     bridge = spawn.start(**options)
     try:
         with RecordProducer(bridge.endpoint) as engine, TraceClient(bridge.endpoint) as trainer:
-            engine.hello("engine", load.layout)
+            engine.register("engine", load.layout)
             yield bridge.process.pid, engine, trainer
     finally:
         bridge.stop()

@@ -34,7 +34,7 @@ def _sent(
     producer: RecordProducer, layout: RecordLayout, batches: list[torch.Tensor]
 ) -> list[MicroBatchRequest]:
     """Send random records of every batch, and return how to ask for them."""
-    producer.hello("engine", layout)
+    producer.register("engine", layout)
     requests, first = [], 0
     for number, tokens_bs in enumerate(batches):
         names = [f"step{number}-{row}" for row in range(len(tokens_bs))]

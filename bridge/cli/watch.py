@@ -30,7 +30,7 @@ class Watch:
     def statuses(self) -> dict[str, Status | TraceError]:
         """Return, by endpoint, what each daemon shows, or why it shows nothing."""
         end = time.monotonic() + self._timeout_s
-        asked = {name: peer.say(Observe()) for name, peer in self._connections.items()}
+        asked = {name: peer.send(Observe()) for name, peer in self._connections.items()}
         return {name: _status(self._connections[name], seq, end) for name, seq in asked.items()}
 
     def first_statuses(self) -> dict[str, Status | TraceError]:
@@ -53,6 +53,6 @@ class Watch:
 
 def _status(connection: Connection, seq: int, end: float) -> Status | TraceError:
     try:
-        return from_json(connection.reply(seq, ObserveReply, end).document)
+        return from_json(connection.receive(seq, ObserveReply, end).document)
     except TraceError as error:
         return error

@@ -1,6 +1,6 @@
 """Join the pages of one trajectory into tensors, each byte copied once.
 
-Shapes: T = positions asked for, P = positions of a piece of a page, V = those of them that have a
+Shapes: T = positions requested, P = positions of a chunk of a page, V = those of them that have a
 row, W = bytes of a row.
 """
 
@@ -29,7 +29,7 @@ _POSITION_BYTES = 22
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page as it arrives: what it is, and its rows, to be read once and to the end."""
+    """A page as it arrives: its head, and its rows, to be read once and to the end."""
 
     head: FetchReply
     rows: Iterator[PageRows]
@@ -38,11 +38,11 @@ class Page:
 def join(pages: Iterator[Page], stop: int | None) -> TrajectoryRecords:
     """Return the records of consecutive pages (one at least) of one revision of a trajectory.
 
-    The tensors are made for all positions when the first page begins, and every piece is copied
-    while the next ones travel. ``stop`` is the fetch's.
+    The tensors are allocated for all positions with the first page. Every chunk is copied while the
+    next ones are in flight. ``stop`` is that of the fetch.
 
     Raises:
-        TraceError: they do not fit this machine's memory.
+        TraceError: they do not fit into this machine's memory.
     """
     page: Page | None = next(pages)
     assert page is not None
@@ -60,13 +60,13 @@ def join(pages: Iterator[Page], stop: int | None) -> TrajectoryRecords:
         head = page.head
         here = slice(at, at + len(head.tokens))
         if here.stop > total or head.layout != first.layout:
-            raise CorruptMessage("a page is none of those that were asked for; fetch again")
+            raise CorruptMessage("a page does not continue the one before it; fetch again")
         tokens.numpy()[here], rows.numpy()[here] = head.tokens, head.rows
         pairs = tuple(zip(head.weight_versions, head.weights, strict=True))
         versions.put(here, pairs, head.versions)
         engines.put(here, head.engine_ids, head.engines)
-        for piece in page.rows:
-            parts[piece.part].put(at + piece.begin, piece.valid, piece.rows)
+        for chunk in page.rows:
+            parts[chunk.part].put(at + chunk.begin, chunk.valid, chunk.rows)
         at = here.stop
         page = next(pages, None)
     return TrajectoryRecords(
@@ -92,7 +92,7 @@ def join(pages: Iterator[Page], stop: int | None) -> TrajectoryRecords:
 
 
 class _Part:
-    """The rows of one part: uint8 [T, W] and bool [T], of which a position is put once."""
+    """The rows of one part: uint8 [T, W] and bool [T]; every position is put once."""
 
     def __init__(self, total: int, row_bytes: int) -> None:
         self._rows_TW = np.empty((total, row_bytes), dtype=np.uint8)
@@ -113,7 +113,7 @@ class _Part:
 
 
 def _require_memory(total: int, page: FetchReply) -> None:
-    """Raise TraceError if so many positions are more than this machine has room for."""
+    """Raise TraceError if the records of ``total`` positions exceed this machine's memory."""
     needed = total * (page.layout.bytes_per_token() + _POSITION_BYTES)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
@@ -127,14 +127,14 @@ class _Table(Generic[Entry]):
     """One table of entries for all pages and the index into it int32 [T]; -1 stays -1."""
 
     def __init__(self, total: int) -> None:
-        self._places: dict[Entry, int] = {}
+        self._index: dict[Entry, int] = {}
         self.index_T: Tensor = torch.empty(total, dtype=torch.int32)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        return tuple(self._places)
+        return tuple(self._index)
 
     def put(self, here: slice, entries: tuple[Entry, ...], index_P: NDArray[np.int32]) -> None:
-        places = [self._places.setdefault(entry, len(self._places)) for entry in entries]
-        # The last entry is what index -1 finds.
-        self.index_T.numpy()[here] = np.array([*places, -1], dtype=np.int32)[index_P]
+        indices = [self._index.setdefault(entry, len(self._index)) for entry in entries]
+        # Index -1 selects the last entry.
+        self.index_T.numpy()[here] = np.array([*indices, -1], dtype=np.int32)[index_P]

@@ -1,4 +1,4 @@
-"""The trainer's side: ask a bridge for records.
+"""The trainer's side: fetch records from a bridge.
 
 Shapes: T = positions.
 """
@@ -43,14 +43,14 @@ from bridge.wire import (
 
 
 class TraceClient:
-    """Connections to a bridge, or several, that answer questions; use it from one thread.
+    """A client of one bridge or several; use it from one thread.
 
     ``endpoint`` is one, or a comma-separated list in the order in which the engines name them
     (`bridge.transport.bridge_sharding`). ``keys`` is this client's key file (`bridge.keys`), for
     bridges that serve with keys.
 
-    Every question may raise BridgeUnreachable after ``timeout_s`` without an answer of a bridge
-    that is asked, and SchemaMismatch when it runs another version.
+    Every method may raise BridgeUnreachable if a bridge does not answer within ``timeout_s``
+    seconds, and SchemaMismatch if it runs another version.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class TraceClient:
             timeout_s: for the whole call, instead of the client's.
 
         Raises:
-            UnknownTrajectory: the bridge holds nothing under the name.
+            UnknownTrajectory: the bridge has no records of this name.
             TokenMismatch: the recorded tokens are not ``expect_tokens``.
-            LayoutError: a layer, site or value is asked for that the engine does not record.
+            LayoutError: the engine does not record a requested layer, site or value.
         """
         expected_T = None if expect_tokens is None else np.asarray(expect_tokens)
         if expected_T is not None and stop is None:
@@ -118,12 +118,12 @@ class TraceClient:
         """Return the records of several ranges [start, stop) of positions, in their order.
 
         For a rank that computes parts of a sequence, such as the two chunks of a context-parallel
-        rank. All are of one revision: the trajectory was not told anew between them. What lies
-        between the ranges does not travel.
+        rank. All ranges are of one revision of the trajectory. Positions between the ranges are
+        not sent.
 
         Raises:
-            UnknownTrajectory: the bridge holds nothing under the name.
-            LayoutError: a layer, site or value is asked for that the engine does not record.
+            UnknownTrajectory: the bridge has no records of this name.
+            LayoutError: the engine does not record a requested layer, site or value.
         """
         narrowed = _names(layers, sites)
         fetches = [Fetch(trajectory, *each, *narrowed, tensor_slice) for each in ranges]
@@ -149,37 +149,37 @@ class TraceClient:
     ) -> Iterator[TrajectoryRecords | None]:
         """Yield the records of whole trajectories in order, reading ahead of what is yielded.
 
-        Faster than one `fetch` after the other, which lets the bridge wait for the reader. Use the
-        client for nothing else until the last one is yielded.
+        Faster than calling `fetch` in a loop, where the bridge waits for the reader. Do not use the
+        client for anything else until the last item is yielded.
 
         Args:
             trajectories: names.
             layers: layers whose fc1, fc2, k and v to return; None: all recorded.
             sites: sites to return; None: all recorded.
             tensor_slice: values of fc2, K and V to return, those of a tensor-parallel rank.
-            allow_unknown: yield None for a name under which nothing is held.
+            allow_unknown: yield None for an unknown name.
             timeout_s: for the whole call, instead of the client's.
 
         Raises:
-            UnknownTrajectory: the bridge holds nothing under a name.
-            LayoutError: a layer, site or value is asked for that the engine does not record.
+            UnknownTrajectory: the bridge has no records of a name.
+            LayoutError: the engine does not record a requested layer, site or value.
         """
         narrowed = _names(layers, sites)
         fetches = [Fetch(name, 0, None, *narrowed, tensor_slice) for name in trajectories]
         return self._read(fetches, allow_unknown, timeout_s)
 
-    # --- what is held
+    # --- summaries and counters
 
     def list_trajectories(self, prefix: str = "") -> list[TrajectorySummary]:
-        """Return what is held of every trajectory whose name begins with ``prefix``."""
+        """Return a summary of every trajectory whose name begins with ``prefix``."""
         listed = [self._list(connection, prefix) for connection in self._connections]
         return listed[0] if len(listed) == 1 else joined_summaries(listed)
 
     def digests(self, weight_version: str, engine_id: str | None = None) -> dict[str, str]:
-        """Return tensor name -> hex digest of an engine's quantized weights, empty if untold.
+        """Return tensor name -> hex digest of an engine's quantized weights, empty if unreported.
 
-        Without ``engine_id`` the reports of all engines are joined; where two of them name the same
-        tensor, the engine that reported last counts.
+        Without ``engine_id`` the reports of all engines are joined. If two of them name the same
+        tensor, the later report wins.
         """
         by_engine = joined_digests(self._ask(Digests(weight_version), DigestsReply))
         joined: dict[str, str] = {}
@@ -196,28 +196,28 @@ class TraceClient:
         """Return when every bridge answers."""
         self._ask(Ping(), Pong)
 
-    # --- what a trainer says of the life of records, to every bridge
+    # --- retention, at every bridge
 
     def begin_step(self, step: int) -> None:
-        """Tell that RL step ``step`` begins: what is recorded from here on belongs to it.
+        """Announce that RL step ``step`` begins; later records belong to it.
 
-        A bridge that serves with --keep N then gives up what was last told N steps ago. A trainer
-        that resumes from an earlier checkpoint says an earlier step: what is recorded from there on
-        is kept as long as any other, and what it had recorded before is kept until as many other
-        steps have begun.
+        A bridge that serves with --keep N then deletes records that were last reported N steps ago.
+        A trainer that resumes from an earlier checkpoint announces an earlier step. Records from
+        there on are kept as long as any others, and older ones until as many other steps have
+        begun.
         """
         self._ask(Step(step), Ack)
 
     def pin(self, trajectories: Iterable[str], lease_s: int = 3600) -> None:
-        """Keep trajectories for at most ``lease_s`` seconds, whatever is collected meanwhile."""
+        """Protect trajectories from deletion for ``lease_s`` seconds."""
         self._ask(Pin(tuple(trajectories), lease_s), Pong)
 
     def unpin(self, trajectories: Iterable[str]) -> None:
-        """Let pinned trajectories go."""
+        """End the protection of pinned trajectories."""
         self._ask(Pin(tuple(trajectories), 0), Pong)
 
     def gc(self, policy: Policy) -> GcReply:
-        """Collect by a policy now; return what was collected."""
+        """Delete by a policy now; return the counts of what was deleted."""
         return summed_gc(self._ask(Gc(policy), GcReply))
 
     def close(self) -> None:
@@ -236,15 +236,15 @@ class TraceClient:
     ) -> None:
         self.close()
 
-    def _ask(self, question: Message, kind: type[Reply]) -> list[Reply]:
-        """Ask all bridges at a time; return their replies in order."""
+    def _ask(self, request: Message, kind: type[Reply]) -> list[Reply]:
+        """Send a request to all bridges at once; return their replies in order."""
         end = time.monotonic() + self._timeout_s
-        asked = [(each, each.say(question)) for each in self._connections]
+        sent = [(each, each.send(request)) for each in self._connections]
         try:
-            return [each.reply(seq, kind, end) for each, seq in asked]
+            return [each.receive(seq, kind, end) for each, seq in sent]
         finally:
-            for each, seq in asked:
-                each.forget([seq])
+            for each, seq in sent:
+                each.cancel([seq])
 
     def _list(self, connection: Connection, prefix: str) -> list[TrajectorySummary]:
         summaries: list[TrajectorySummary] = []
@@ -259,10 +259,10 @@ class TraceClient:
     def _read(
         self, fetches: list[Fetch], allow_unknown: bool, timeout_s: float | None
     ) -> Iterator[TrajectoryRecords | None]:
-        from bridge.client.reading import Reading  # torch, which only a reader of records needs
+        from bridge.client.reading import TrajectoryReader  # imports torch
 
         end = time.monotonic() + (timeout_s or self._timeout_s)
-        return Reading(self._connections, end).all(fetches, allow_unknown)
+        return TrajectoryReader(self._connections, end).all(fetches, allow_unknown)
 
 
 def _names(
@@ -279,7 +279,7 @@ def _check_tokens(records: TrajectoryRecords, expected_T: NDArray[np.int_]) -> N
     if len(recorded_T) != len(expected_T):
         raise TokenMismatch(
             f"trajectory {records.trajectory!r} has {records.length} tokens and positions "
-            f"{records.start} to {records.start + len(expected_T)} are asked for; "
+            f"{records.start} to {records.start + len(expected_T)} were requested; "
             "pass the token ids that were generated under this name"
         )
     differs = np.flatnonzero(recorded_T != expected_T)

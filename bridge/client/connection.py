@@ -1,4 +1,4 @@
-"""Questions to a bridge and their replies, several on their way at a time."""
+"""Requests to a daemon and their replies, several in flight at a time."""
 
 from __future__ import annotations
 
@@ -24,48 +24,48 @@ Reply = TypeVar("Reply", bound=Message)
 
 
 class Connection:
-    """A socket for one thread; ``end`` is always a monotonic time."""
+    """A socket for one thread; ``end`` is always a monotonic time in seconds."""
 
     def __init__(self, endpoint: str, keys: str | os.PathLike[str] | None = None) -> None:
         self._dialer = Dialer(endpoint, keys)
         self._context = zmq.Context()
         self._socket = self._dialer.dial(self._context)
         self._next_seq = 0
-        self._due: dict[int, deque[Message]] = {}
+        self._pending: dict[int, deque[Message]] = {}
         self._shm_receiver = ShmReceiver() if is_loopback(endpoint) else None
 
-    def say(self, question: Message) -> int:
-        """Send a question; return the number under which its reply is asked for."""
+    def send(self, request: Message) -> int:
+        """Send a request; return its sequence number, which `receive` and `cancel` take."""
         seq = self._next_seq
         self._next_seq += 1
-        self._due[seq] = deque()
-        if self._shm_receiver is not None and isinstance(question, Fetch):
-            question = replace(question, buffer=self._shm_receiver.acquire(seq))
-        queue_for_sending(self._socket, encode(question, seq))
+        self._pending[seq] = deque()
+        if self._shm_receiver is not None and isinstance(request, Fetch):
+            request = replace(request, buffer=self._shm_receiver.acquire(seq))
+        queue_for_sending(self._socket, encode(request, seq))
         return seq
 
-    def reply(self, seq: int, kind: type[Reply], end: float) -> Reply:
-        """Wait for the next message of the reply to a question, which is due until `forget`.
+    def receive(self, seq: int, kind: type[Reply], end: float) -> Reply:
+        """Wait for the next message of the reply to a request that is not cancelled.
 
         Raises:
-            BridgeUnreachable: there is none at ``end``.
-            TraceError: what the bridge answered, as its own class.
+            BridgeUnreachable: no message arrived before ``end``.
+            TraceError: the error that the daemon sent, as its own class.
         """
-        reply = self._told(seq, end)
+        reply = self._next(seq, end)
         if not isinstance(reply, kind):
             raise CorruptMessage(f"the bridge answered with {reply.KIND} where {kind.KIND} is due")
         return reply
 
     @contextmanager
     def rows(self, seq: int, end: float) -> Iterator[PageRows]:
-        """Give the next rows of the answer to a `Fetch`, to be copied within the context.
+        """Give the next rows of the reply to a `Fetch`, to be copied within the context.
 
         Raises:
-            BridgeUnreachable: there are none at ``end``.
-            TraceError: what the bridge answered, as its own class.
-            CorruptMessage: what was copied are not the rows that the bridge sent.
+            BridgeUnreachable: none arrived before ``end``.
+            TraceError: the error that the daemon sent, as its own class.
+            CorruptMessage: the rows were overwritten while they were copied.
         """
-        reply = self._told(seq, end)
+        reply = self._next(seq, end)
         if isinstance(reply, ShmPageRows) and self._shm_receiver is not None:
             yield self._shm_receiver.rows(seq, reply)
             self._shm_receiver.check(seq, reply)
@@ -74,68 +74,68 @@ class Connection:
         else:
             raise CorruptMessage(f"the bridge answered with {reply.KIND} where rows are due")
 
-    def ask(self, question: Message, kind: type[Reply], end: float) -> Reply:
-        """Send a question and wait for its reply of one message; raises like `reply`."""
-        seq = self.say(question)
+    def ask(self, request: Message, kind: type[Reply], end: float) -> Reply:
+        """Send a request and wait for its reply of one message; raises like `receive`."""
+        seq = self.send(request)
         try:
-            return self.reply(seq, kind, end)
+            return self.receive(seq, kind, end)
         finally:
-            self.forget([seq])
+            self.cancel([seq])
 
-    def finish(self, seq: int) -> None:
-        """Be done with a question whose answer has come to its end."""
-        self._whole(seq)
-        self._due.pop(seq, None)
+    def complete(self, seq: int) -> None:
+        """End a request whose reply has arrived whole."""
+        self._release(seq)
+        self._pending.pop(seq, None)
 
-    def forget(self, seqs: Iterable[int]) -> None:
-        """Be done with questions: what still comes in reply is thrown away."""
+    def cancel(self, seqs: Iterable[int]) -> None:
+        """Cancel requests; late replies are discarded."""
         for seq in seqs:
-            if self._due.pop(seq, None) is not None and self._shm_receiver is not None:
+            if self._pending.pop(seq, None) is not None and self._shm_receiver is not None:
                 self._shm_receiver.abandon(seq)
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket and the shared memory."""
         if self._shm_receiver is not None:
             self._shm_receiver.close()
         self._context.destroy(linger=0)
 
-    def _told(self, seq: int, end: float) -> Message:
-        """Return the next message of a reply; raise what the bridge says is wrong."""
-        reply = self._receive(seq, end)
+    def _next(self, seq: int, end: float) -> Message:
+        """Return the next message of a reply; raise the error that the daemon sent."""
+        reply = self._take(seq, end)
         if isinstance(reply, Error):
-            self._whole(seq)
+            self._release(seq)
             raise exception(reply)
         return reply
 
-    def _receive(self, seq: int, end: float) -> Message:
-        """Return what answers ``seq`` next, keeping what answers others and comes before it."""
-        found = self._due[seq]
-        while not found:
+    def _take(self, seq: int, end: float) -> Message:
+        """Return the next reply to ``seq``; replies to other requests are queued."""
+        queue = self._pending[seq]
+        while not queue:
             self._socket.rcvtimeo = max(0, int((end - time.monotonic()) * 1000))
             try:
                 frames = received(self._socket)
             except zmq.Again:
-                self._start_anew()
+                self._reconnect()
                 raise BridgeUnreachable(
                     f"no bridge answers at {self._dialer.endpoint}; {self._dialer.remedy()}"
                 ) from None
             try:
                 message, answered = decode([frame.buffer for frame in frames])
             except CorruptMessage:
-                self._start_anew()  # whose reply it was is not known
+                self._reconnect()  # the request it answers is not known
                 raise
             if isinstance(message, Error) and answered < 0:
-                answered = seq  # the bridge could not read the number of what it refuses
-            if answered in self._due:
-                self._due[answered].append(message)
-        return found.popleft()
+                answered = seq  # the daemon could not read the number of the request
+            if answered in self._pending:
+                self._pending[answered].append(message)
+        return queue.popleft()
 
-    def _whole(self, seq: int) -> None:
+    def _release(self, seq: int) -> None:
         if self._shm_receiver is not None:
             self._shm_receiver.release(seq)
 
-    def _start_anew(self) -> None:
-        self._due.clear()
+    def _reconnect(self) -> None:
+        self._pending.clear()
         if self._shm_receiver is not None:
             self._shm_receiver.close()
         self._socket.close(linger=0)

@@ -1,6 +1,4 @@
-"""Put together what several bridges answer.
-
-`bridge.transport.bridge_sharding` says which of them holds what.
+"""Join the replies of several bridges (`bridge.transport.bridge_sharding`).
 
 Shapes: T = positions.
 """
@@ -15,29 +13,31 @@ from numpy.typing import NDArray
 
 from bridge.client.records import TrajectoryRecords
 from bridge.errors import MixedWeights
-from bridge.transport.bridge_sharding import home_of, homes_of
+from bridge.transport.bridge_sharding import shard_of, shards_of
 from bridge.wire import DigestsReply, GcReply, StatsReply, TrajectorySummary
 
-# Counters that are the same at every bridge, or of which the largest says enough.
+# Counters that are equal at every bridge, or whose maximum is reported.
 _LARGEST = ("step", "engines", "full")
 
 
-def elsewhere(records: TrajectoryRecords, home: int) -> dict[int, slice]:
-    """Return the bridges that hold rows which the home does not, and where their rows are."""
-    homes_T = np.where(records.lacking().numpy(), homes_of(records.rows.numpy()), home)
-    places = {number: np.flatnonzero(homes_T == number) for number in np.unique(homes_T).tolist()}
+def elsewhere(records: TrajectoryRecords, owner: int) -> dict[int, slice]:
+    """Return, for each bridge other than the owner, the positions whose rows it holds."""
+    owners_T = np.where(records.missing().numpy(), shards_of(records.rows.numpy()), owner)
+    indices = {
+        number: np.flatnonzero(owners_T == number) for number in np.unique(owners_T).tolist()
+    }
     return {
         number: slice(int(at[0]), int(at[-1]) + 1)
-        for number, at in places.items()
-        if number != home
+        for number, at in indices.items()
+        if number != owner
     }
 
 
 def completed(records: TrajectoryRecords, other: TrajectoryRecords, at: slice) -> TrajectoryRecords:
     """Return the records with the rows that another bridge has of the positions ``at``.
 
-    Only rows of the same engine and number are taken: another bridge may have been told of the
-    trajectory in another order, and what a position holds there be another computation.
+    Only rows of the same engine and number are taken. Another bridge may have received the
+    trajectory's messages in another order, and may hold another computation at a position.
     """
     if other.layout != records.layout or other.kv_scales != records.kv_scales:
         return records
@@ -60,10 +60,10 @@ def _with_versions(
     """Take the weight versions of positions that have none yet."""
     theirs = _versions(other)
     known = tuple(dict.fromkeys((*_versions(records), *theirs)))
-    # The last entry is what index -1 finds.
-    places = np.array([*map(known.index, theirs), -1])
+    # Index -1 selects the last entry.
+    indices = np.array([*map(known.index, theirs), -1])
     index_T = records.weight_version_index.numpy()[here]
-    theirs_T = places[other.weight_version_index.numpy()[: len(index_T)]]
+    theirs_T = indices[other.weight_version_index.numpy()[: len(index_T)]]
     unknown_T = same_T & (index_T < 0)
     index_T[unknown_T] = theirs_T[unknown_T]
     labels, digests = ([pair[at] for pair in known] for at in (0, 1))
@@ -101,28 +101,28 @@ def _names(records: TrajectoryRecords) -> NDArray[np.str_]:
 
 
 def joined_summaries(replies: Sequence[Sequence[TrajectorySummary]]) -> list[TrajectorySummary]:
-    """Return one summary a trajectory, what its home says with the rows that others hold of it.
+    """Return one summary per trajectory: its owner's, plus the rows that other bridges hold.
 
     ``replies`` are those of all bridges in the order of `bridge.transport.bridge_sharding`.
     """
-    told: dict[str, list[tuple[bool, TrajectorySummary]]] = {}
+    reported: dict[str, list[tuple[bool, TrajectorySummary]]] = {}
     for number, reply in enumerate(replies):
         for item in reply:
-            is_home = home_of(item.trajectory, len(replies)) == number
-            told.setdefault(item.trajectory, []).append((is_home, item))
-    return [_joined_summary(items) for items in told.values()]
+            is_owner = shard_of(item.trajectory, len(replies)) == number
+            reported.setdefault(item.trajectory, []).append((is_owner, item))
+    return [_joined_summary(items) for items in reported.values()]
 
 
 def _joined_summary(items: list[tuple[bool, TrajectorySummary]]) -> TrajectorySummary:
-    # A home that lost the trajectory does not hide what others have.
-    (_, home), *others = sorted(items, key=lambda item: not item[0])
+    # An owner that lost the trajectory does not hide what others have.
+    (_, owner), *others = sorted(items, key=lambda item: not item[0])
     versions = dict.fromkeys(name for _, item in items for name in item.weight_versions)
     return replace(
-        home,
+        owner,
         rows=sum(item.rows for _, item in items),
         kv_rows=sum(item.kv_rows for _, item in items),
-        missing_forward=max(0, home.missing_forward - sum(item.rows for _, item in others)),
-        missing_kv=max(0, home.missing_kv - sum(item.kv_rows for _, item in others)),
+        missing_forward=max(0, owner.missing_forward - sum(item.rows for _, item in others)),
+        missing_kv=max(0, owner.missing_kv - sum(item.kv_rows for _, item in others)),
         weight_versions=tuple(versions),
         nbytes=sum(item.nbytes for _, item in items),
     )
@@ -138,7 +138,7 @@ def joined_digests(replies: Iterable[DigestsReply]) -> dict[str, dict[str, str]]
 
 
 def summed_gc(replies: Sequence[GcReply]) -> GcReply:
-    """Return what all bridges gave up; a trajectory counts at every bridge that was told it."""
+    """Return the sum of deletions; a trajectory counts at every bridge that knows it."""
     return GcReply(
         sum(reply.trajectories for reply in replies),
         sum(reply.rows for reply in replies),
@@ -147,7 +147,7 @@ def summed_gc(replies: Sequence[GcReply]) -> GcReply:
 
 
 def summed_stats(replies: Sequence[StatsReply]) -> StatsReply:
-    """Return the counters of all bridges; a trajectory counts at every bridge that was told it."""
+    """Return the sum of counters; a trajectory counts at every bridge that knows it."""
     first, *others = replies
     totals = {
         item.name: (max if item.name in _LARGEST else sum)(

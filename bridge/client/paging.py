@@ -1,4 +1,4 @@
-"""Fetch trajectories page by page, asking ahead so that bridge, wire and reader work at a time."""
+"""Fetch trajectories page by page, with requests ahead so that daemon and reader overlap."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRAJECTORIES_AHEAD = 2
 
 
 class _Changed(Exception):
-    """A trajectory was told anew between two of its pages."""
+    """A trajectory changed between two of its pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +35,22 @@ class Paging:
     ) -> Generator[TrajectoryRecords | None]:
         """Yield the records of each fetch in order, None for an unknown one if that is allowed."""
         coming = iter(fetches)
-        asked: deque[tuple[Fetch, int]] = deque()
+        sent: deque[tuple[Fetch, int]] = deque()
         try:
             while True:
-                for fetch in islice(coming, _TRAJECTORIES_AHEAD - len(asked)):
-                    asked.append((fetch, self.connection.say(fetch)))
-                if not asked:
+                for fetch in islice(coming, _TRAJECTORIES_AHEAD - len(sent)):
+                    sent.append((fetch, self.connection.send(fetch)))
+                if not sent:
                     return
                 try:
-                    records: TrajectoryRecords | None = self._one(*asked.popleft())
+                    records: TrajectoryRecords | None = self._one(*sent.popleft())
                 except UnknownTrajectory:
                     if not allow_unknown:
                         raise
                     records = None
                 yield records
         finally:
-            self.connection.forget(seq for _, seq in asked)
+            self.connection.cancel(seq for _, seq in sent)
 
     def rows(self, page: FetchReply, seq: int) -> Iterator[PageRows]:
         """Yield the rows of a page, part by part, as they arrive."""
@@ -60,54 +60,52 @@ class Paging:
             while at < end:
                 with self.connection.rows(seq, self.end) as piece:
                     after = at + len(piece.valid)
-                    next_ones = (piece.part, piece.begin) == (part, at) and after <= end
-                    if not next_ones or piece.rows.shape[1] != row_bytes:
-                        raise CorruptMessage(
-                            "rows arrived that are not next in a page; fetch again"
-                        )
+                    is_next = (piece.part, piece.begin) == (part, at) and after <= end
+                    if not is_next or piece.rows.shape[1] != row_bytes:
+                        raise CorruptMessage("rows of a page arrived out of order; fetch again")
                     yield piece
                 at = after
 
     def _one(self, fetch: Fetch, first: int) -> TrajectoryRecords:
-        """Return the records of a fetch that was asked under ``first``."""
+        """Return the records of a fetch that was sent as request ``first``."""
         while True:
             try:
                 return join(self._pages(fetch, first), fetch.stop)
             except _Changed:
-                first = self.connection.say(fetch)
+                first = self.connection.send(fetch)
 
     def _pages(self, fetch: Fetch, seq: int) -> Iterator[Page]:
         """Yield the pages of one revision of a trajectory.
 
         Raises:
-            _Changed: the trajectory was told anew meanwhile.
+            _Changed: the trajectory changed meanwhile.
         """
-        asked = deque([(fetch, seq)])
+        sent = deque([(fetch, seq)])
         try:
-            first = page = self.connection.reply(seq, FetchReply, self.end)
+            first = page = self.connection.receive(seq, FetchReply, self.end)
             stop = first.length if fetch.stop is None else min(fetch.stop, first.length)
             at, step = first.start, len(first.tokens)
             starts = iter(range(at + step, stop, max(1, step)))
             while True:
-                for start in islice(starts, _PAGES_AHEAD + 1 - len(asked)):
-                    asked.append(self._ask(fetch, start, min(stop, start + step)))
-                yield Page(page, self.rows(page, asked[0][1]))
-                wanted, seq = asked.popleft()
-                self.connection.finish(seq)
+                for start in islice(starts, _PAGES_AHEAD + 1 - len(sent)):
+                    sent.append(self._send(fetch, start, min(stop, start + step)))
+                yield Page(page, self.rows(page, sent[0][1]))
+                wanted, seq = sent.popleft()
+                self.connection.complete(seq)
                 at += len(page.tokens)
-                # A page that came through the socket is cut short where the first one did not.
+                # A page through the socket may be shorter than the first one in shared memory.
                 if page is not first and wanted.stop is not None and at < wanted.stop:
-                    asked.appendleft(self._ask(fetch, at, wanted.stop))
-                if not asked:
+                    sent.appendleft(self._send(fetch, at, wanted.stop))
+                if not sent:
                     return
-                page = self.connection.reply(asked[0][1], FetchReply, self.end)
+                page = self.connection.receive(sent[0][1], FetchReply, self.end)
                 if page.revision != first.revision:
                     raise _Changed
                 if page.start != at or not len(page.tokens):
-                    raise CorruptMessage("a page is none of those that were asked for; fetch again")
+                    raise CorruptMessage("a page does not continue the one before it; fetch again")
         finally:
-            self.connection.forget(seq for _, seq in asked)
+            self.connection.cancel(seq for _, seq in sent)
 
-    def _ask(self, fetch: Fetch, start: int, stop: int) -> tuple[Fetch, int]:
+    def _send(self, fetch: Fetch, start: int, stop: int) -> tuple[Fetch, int]:
         wanted = replace(fetch, start=start, stop=stop)
-        return wanted, self.connection.say(wanted)
+        return wanted, self.connection.send(wanted)

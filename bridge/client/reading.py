@@ -1,4 +1,4 @@
-"""Read trajectories from the bridges that hold them, in the order in which they were asked for."""
+"""Read trajectories from the bridges that hold them, in the order of the requests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from bridge.client.merge import completed, elsewhere, require_one_meaning
 from bridge.client.paging import Paging
 from bridge.client.records import TrajectoryRecords
 from bridge.errors import UnknownTrajectory
-from bridge.transport.bridge_sharding import home_of
+from bridge.transport.bridge_sharding import shard_of
 from bridge.wire import Fetch
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class TrajectoryReader:
     """Reads through connections until monotonic time ``end``.
 
     They are in the order of `bridge.transport.bridge_sharding`.
@@ -30,24 +30,26 @@ class Reading:
     ) -> Iterator[TrajectoryRecords | None]:
         """Yield the records of each fetch, None for an unknown trajectory if that is allowed.
 
-        Every bridge is asked ahead of what is yielded.
+        Requests to every bridge run ahead of the records that are yielded.
         """
         if len(self.connections) == 1:
-            its_pages = Paging(self.connections[0], self.end).all(fetches, allow_unknown)
-            with closing(its_pages):
-                for records in its_pages:
+            own_pages = Paging(self.connections[0], self.end).all(fetches, allow_unknown)
+            with closing(own_pages):
+                for records in own_pages:
                     yield records and require_one_meaning(records)
             return
-        homes = [home_of(fetch.trajectory, len(self.connections)) for fetch in fetches]
+        owners = [shard_of(fetch.trajectory, len(self.connections)) for fetch in fetches]
         with ExitStack() as reading:
             pages = []
             for number, connection in enumerate(self.connections):
-                its = [fetch for fetch, home in zip(fetches, homes, strict=True) if home == number]
-                its_pages = Paging(connection, self.end).all(its, allow_unknown)
-                reading.callback(its_pages.close)
-                pages.append(its_pages)
-            for fetch, home in zip(fetches, homes, strict=True):
-                records = self._whole(fetch, home, self._next(pages[home]))
+                its = [
+                    fetch for fetch, owner in zip(fetches, owners, strict=True) if owner == number
+                ]
+                own_pages = Paging(connection, self.end).all(its, allow_unknown)
+                reading.callback(own_pages.close)
+                pages.append(own_pages)
+            for fetch, owner in zip(fetches, owners, strict=True):
+                records = self._complete(fetch, owner, self._next(pages[owner]))
                 yield records and require_one_meaning(records)
 
     def _next(self, coming: Iterator[TrajectoryRecords | None]) -> TrajectoryRecords | None:
@@ -58,16 +60,16 @@ class Reading:
                 f"{error}; name the same bridges in the same order as the rollout's --trace-bridge"
             ) from error
 
-    def _whole(
-        self, fetch: Fetch, home: int, records: TrajectoryRecords | None
+    def _complete(
+        self, fetch: Fetch, owner: int, records: TrajectoryRecords | None
     ) -> TrajectoryRecords | None:
-        """Fetch the rows that lie at other bridges than the trajectory's home; others are missing.
+        """Fetch the rows that other bridges than the trajectory's owner hold.
 
-        A bridge that does not know the trajectory has lost its rows too.
+        Rows at a bridge that does not know the trajectory stay missing.
         """
         if records is None:
             return None
-        for number, at in elsewhere(records, home).items():
+        for number, at in elsewhere(records, owner).items():
             if not 0 <= number < len(self.connections):
                 continue
             start = records.start + at.start

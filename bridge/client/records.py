@@ -1,4 +1,4 @@
-"""What a trainer gets for a trajectory.
+"""The records of a trajectory, as a trainer gets them.
 
 Shapes: T = positions, F / K = bytes of a forward / kv row of ``layout``.
 """
@@ -21,17 +21,17 @@ class TrajectoryRecords:
     """Records of positions [start, start + T) of a trajectory.
 
     The row at a position is the computation that consumed the token there and produced the logits
-    of the next token; the last sampled token has none. ``valid`` false is a missing row, whose
-    bytes are zero and mean nothing.
+    of the next token; the last sampled token has none. Where ``valid`` is false the row is missing
+    and its bytes are zero.
 
     Attributes:
         trajectory: its name.
-        state: as last told by an engine.
+        state: as last reported by an engine.
         start: absolute position of index 0.
-        length: tokens of the whole trajectory, whatever was asked for.
-        layout: what the columns of forward and kv are; reduced to the layers and sites asked for.
+        length: tokens of the whole trajectory, whatever was requested.
+        layout: what the columns of forward and kv are; reduced to the requested layers and sites.
         kv_scales: attention layer -> global (K, V) scale; absent layers have 1.0.
-        tokens: int32 [T]; -1 where no engine told the token.
+        tokens: int32 [T]; -1 where no engine reported the token.
         forward: uint8 [T, F].
         forward_valid: bool [T].
         kv: uint8 [T, K].
@@ -41,8 +41,8 @@ class TrajectoryRecords:
         weight_version_index: int32 [T] into weight_versions, -1 where no row is recorded.
         engine_ids: the engines that occur.
         engine_index: int32 [T] into engine_ids, -1 where there is no row.
-        rows: int64 [T], the engine's number of the row at each position, -1 where it told none.
-        revision: changes whenever the trajectory is told anew.
+        rows: int64 [T], the engine's number of the row at each position, -1 where it reported none.
+        revision: changes whenever the trajectory changes.
     """
 
     trajectory: str
@@ -67,16 +67,16 @@ class TrajectoryRecords:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def lacking(self) -> Tensor:
-        """Return the positions whose row was told while bytes of it are not there: bool [T].
+    def missing(self) -> Tensor:
+        """Return the positions whose row was reported but is not complete: bool [T].
 
-        They are lost, or on their way: an engine's ranks and bridges do not wait for each other, so
-        a trajectory may be finished a moment before all shares of its rows have arrived.
+        Such rows are lost or in flight. An engine's ranks and bridges do not wait for each other,
+        so a trajectory may finish a moment before all shards of its rows have arrived.
         """
         import torch
 
-        lacking = torch.zeros(len(self), dtype=torch.bool)
+        missing = torch.zeros(len(self), dtype=torch.bool)
         for rows, valid in ((self.forward, self.forward_valid), (self.kv, self.kv_valid)):
             if rows.shape[1]:
-                lacking |= ~valid
-        return lacking & (self.rows >= 0)
+                missing |= ~valid
+        return missing & (self.rows >= 0)

@@ -8,7 +8,7 @@ from bridge.errors import TraceError
 from bridge.index import Told
 from bridge.layout import Part
 from bridge.observe.histogram import Durations
-from bridge.wire import Block, PageRows, ShmPageRows
+from bridge.wire import PageRows, RowsHeader, ShmPageRows
 
 
 class Counters:
@@ -26,7 +26,7 @@ class Counters:
     def store(self, told: Told, waited_s: float) -> None:
         """Count a message that the store has just taken and that is acknowledged next."""
         self.ack_latency.add(waited_s)
-        if isinstance(told, Block):
+        if isinstance(told, RowsHeader):
             self.rows_received[told.part] += len(told.rows)
             self.bytes_received[told.part] += len(told.rows) * told.row_bytes
 

@@ -15,7 +15,7 @@ from bridge.daemon.fetch.gather import Gather
 from bridge.errors import RowTaken, StoreFull
 from bridge.index import Catalog
 from bridge.store.mooncake.pool import PoolUnreachable
-from bridge.wire import Block, Rows
+from bridge.wire import Rows, RowsHeader
 
 Sender = tuple[str, int, str]
 
@@ -34,7 +34,7 @@ class HeldRows:
             RowTaken: one of them is held with other bytes or as computed with other weights.
             StoreFull: what is held cannot be read now.
         """
-        block = message.block
+        block = message.header
         engine = self._catalog.engines[block.engine_id]
         if block.extent.lowest > engine.highest_row(block):
             return False
@@ -55,12 +55,12 @@ class HeldRows:
     def _are_equal(self, message: Rows, at_M: NDArray[np.intp], places_M: NDArray[np.void]) -> bool:
         """Whether all of the held rows can be read; raise RowTaken if one has other bytes."""
         readable = 0
-        row_bytes = message.block.row_bytes
+        row_bytes = message.header.row_bytes
         whole = [slice(0, row_bytes)]
         for piece in self._gather.pieces(row_bytes, whole, places_M):
             at_V = at_M[piece.begin : piece.begin + len(piece.valid)][piece.valid]
             is_other_V = (piece.rows() != message.payload[at_V]).any(axis=1)
-            _refuse(message.block, at_V[is_other_V])
+            _refuse(message.header, at_V[is_other_V])
             readable += len(at_V)
         return readable == len(at_M)
 
@@ -72,14 +72,14 @@ class Arriving:
         self._rows: dict[Sender, list[NDArray[np.int64]]] = {}
         self._highest: dict[Sender, int] = {}
 
-    def overlaps(self, block: Block) -> bool:
+    def overlaps(self, block: RowsHeader) -> bool:
         """Whether a row of a block is among those that have arrived."""
         sender = _sender(block)
         if block.extent.lowest > self._highest.get(sender, -1):
             return False
         return any(bool(np.isin(block.rows, rows).any()) for rows in self._rows[sender])
 
-    def add(self, block: Block) -> None:
+    def add(self, block: RowsHeader) -> None:
         """Note the rows of a block."""
         sender = _sender(block)
         self._rows.setdefault(sender, []).append(block.rows)
@@ -91,7 +91,7 @@ class Arriving:
         self._highest.clear()
 
 
-def require_distinct(block: Block) -> None:
+def require_distinct(block: RowsHeader) -> None:
     """Raise RowTaken if a row number stands twice in a message."""
     if block.extent.is_run:
         return
@@ -104,11 +104,11 @@ def require_distinct(block: Block) -> None:
         )
 
 
-def _sender(block: Block) -> Sender:
+def _sender(block: RowsHeader) -> Sender:
     return (block.engine_id, block.shard, block.part.value)
 
 
-def _refuse(block: Block, taken: NDArray[np.intp]) -> None:
+def _refuse(block: RowsHeader, taken: NDArray[np.intp]) -> None:
     if len(taken):
         raise RowTaken(
             f"engine {block.engine_id} sent {block.part.value} row {int(block.rows[taken[0]])} "

@@ -18,7 +18,17 @@ from bridge.observe.logs import Event, event
 from bridge.observe.status import Waiting
 from bridge.store import Entry, Store
 from bridge.store.journal import pack
-from bridge.wire import Ack, Block, Dropped, Hello, Message, Rows, Step, Trajectory, WeightDigests
+from bridge.wire import (
+    Ack,
+    Dropped,
+    Hello,
+    Message,
+    Rows,
+    RowsHeader,
+    Step,
+    Trajectory,
+    WeightDigests,
+)
 from bridge.wire.fields import wire_bytes
 from bridge.wire.refusal import refusal
 
@@ -72,7 +82,7 @@ class Ingest:
 
     def take(self, peer: bytes, message: Ingested, seq: int) -> None:
         """Check a message and keep it for the next commit; raise TraceError to refuse it."""
-        told: Told = message.block if isinstance(message, Rows) else message
+        told: Told = message.header if isinstance(message, Rows) else message
         engine_id, shard = ("", 0) if isinstance(told, Step) else (told.engine_id, told.shard)
         key = (engine_id, shard, seq)
         if key in self._pending_keys:
@@ -93,15 +103,15 @@ class Ingest:
             self._require_room(growth)
         self._pending.append(Pending(peer, seq, told, _entry(message, told, seq), now))
         self._pending_keys.add(key)
-        if isinstance(told, Block):
+        if isinstance(told, RowsHeader):
             self._arriving.add(told)
         if alone:
             self.commit()  # what follows is checked against it
 
     def _are_held(self, message: Rows) -> bool:
         """Whether all rows are held as they are; raise RowTaken if one is held otherwise."""
-        require_distinct(message.block)
-        if self._arriving.overlaps(message.block):
+        require_distinct(message.header)
+        if self._arriving.overlaps(message.header):
             self.commit()  # so that they can be compared
         return self._held_rows.hold(message)
 
@@ -117,7 +127,7 @@ class Ingest:
     def waiting(self, now: float) -> Waiting:
         """Return what is not acknowledged at monotonic time ``now``; any thread may ask."""
         waiting = self._pending or self._storing
-        blocks = [pending.told for pending in waiting if isinstance(pending.told, Block)]
+        blocks = [pending.told for pending in waiting if isinstance(pending.told, RowsHeader)]
         return Waiting(
             rows=sum(len(block.rows) for block in blocks),
             nbytes=sum(len(block.rows) * block.row_bytes for block in blocks),
@@ -220,6 +230,6 @@ def _log(told: Hello | Dropped) -> None:
 def _entry(message: Ingested, told: Told, seq: int) -> Entry:
     if isinstance(message, Rows):
         payload = wire_bytes(message.payload, "u1")
-        return Entry(pack(told, seq), payload, message.block.row_bytes)
+        return Entry(pack(told, seq), payload, message.header.row_bytes)
     reserved, frees_space = isinstance(message, Hello | Step | Dropped), isinstance(message, Step)
     return Entry(pack(told, seq), reserved=reserved, frees_space=frees_space)

@@ -7,7 +7,7 @@ bracket. Source: TRACE (arXiv 2610.07767), algorithm 1 and the bracket rule.
 
 A record of 1 to 3 bits does not hold the sign, which is then taken from z, and a record of 1 or 2
 bits fits several magnitudes. The paper leaves open which one is meant, so both readings exist by
-name (`Reading`). With 1 bit they differ exactly for bit 1 and |z| in (2, 2.25) or (4, 4.5).
+name (`MatchRule`). With 1 bit they differ exactly for bit 1 and |z| in (2, 2.25) or (4, 4.5).
 
 Shape legend: N values along the quantized (last) dimension.
 """
@@ -31,7 +31,7 @@ from bridge.fp4.nvfp4 import (
 )
 
 
-class Reading(StrEnum):
+class MatchRule(StrEnum):
     """Which of the magnitudes that share the recorded low bits is meant.
 
     PARITY: the one fewest code steps from z. With 1 bit it is the bracket end of that parity.
@@ -52,14 +52,14 @@ def bracket_e2m1(z: Tensor) -> tuple[Tensor, Tensor]:
     return magnitude_index(a, torch.floor), magnitude_index(a, torch.ceil)
 
 
-def reconstruct(low_u8: Tensor, z: Tensor, bits: int, reading: Reading = Reading.PARITY) -> Tensor:
+def reconstruct(low_u8: Tensor, z: Tensor, bits: int, rule: MatchRule = MatchRule.PARITY) -> Tensor:
     """Return the code word that the record stands for, given the trainer's own float32 `z`.
 
     Args:
         low_u8: uint8 [..., N], the low `bits` bits of the rollout's code words.
         z: float32 [..., N], the trainer's values at the rollout's scale.
         bits: 1 to 4; 3 gives the magnitude with the sign of z, 4 the code word as it is.
-        reading: see `Reading`; it matters for 1 and 2 bits.
+        rule: see `MatchRule`; it matters for 1 and 2 bits.
 
     Returns:
         float32 [..., N], E2M1 values.
@@ -68,12 +68,14 @@ def reconstruct(low_u8: Tensor, z: Tensor, bits: int, reading: Reading = Reading
         ValueError: if `bits` is not 1 to 4.
     """
     a = clipped_magnitude(z)
-    index = _recorded_index(low_u8, a, magnitude_index(a, torch.floor), bits, reading)
+    index = _recorded_index(low_u8, a, magnitude_index(a, torch.floor), bits, rule)
     sign = (low_u8 & SIGN_BIT) if bits == MAX_BITS else sign_bits(z)
     return decode_e2m1(index | sign)
 
 
-def guided_codes(z: Tensor, low_u8: Tensor, bits: int, reading: Reading = Reading.PARITY) -> Tensor:
+def guided_codes(
+    z: Tensor, low_u8: Tensor, bits: int, rule: MatchRule = MatchRule.PARITY
+) -> Tensor:
     """Return the bracket end of float32 `z` closest to the recorded code word: uint8 [..., N].
 
     The result is a full code word with the sign of z. With 4 bits it is never farther from the
@@ -85,7 +87,7 @@ def guided_codes(z: Tensor, low_u8: Tensor, bits: int, reading: Reading = Readin
     """
     a = clipped_magnitude(z)
     lower, upper = magnitude_index(a, torch.floor), magnitude_index(a, torch.ceil)
-    index = _recorded_index(low_u8, a, lower, bits, reading)
+    index = _recorded_index(low_u8, a, lower, bits, rule)
     sign = sign_bits(z)
     if bits == MAX_BITS:
         # Seen from z, every code word of the other sign lies beyond zero.
@@ -98,7 +100,7 @@ def guided_quantize(
     scale_f32: Tensor,
     low_u8: Tensor,
     bits: int,
-    reading: Reading = Reading.PARITY,
+    rule: MatchRule = MatchRule.PARITY,
 ) -> Tensor:
     """Round `x` [..., N] at the rollout's scales, guided by the record: uint8 code words [..., N].
 
@@ -107,13 +109,13 @@ def guided_quantize(
         scale_f32: float32 [..., N / block], the rollout's block scale * global scale.
         low_u8: uint8 [..., N], the low `bits` bits of the rollout's code words.
         bits: 1 to 4.
-        reading: see `Reading`.
+        rule: see `MatchRule`.
 
     Code words of blocks whose scale is zero or NaN are 0, sign included. A non-finite x has no code
     word and is clipped here; `guided_fake_quantize` turns it into NaN.
     """
     blocks = torch.unflatten(x.to(torch.float32), -1, (scale_f32.shape[-1], -1))
-    return guided_codes(scaled_blocks(blocks, scale_f32).flatten(-2), low_u8, bits, reading)
+    return guided_codes(scaled_blocks(blocks, scale_f32).flatten(-2), low_u8, bits, rule)
 
 
 def guided_fake_quantize(
@@ -121,14 +123,14 @@ def guided_fake_quantize(
     scale_f32: Tensor,
     low_u8: Tensor,
     bits: int,
-    reading: Reading = Reading.PARITY,
+    rule: MatchRule = MatchRule.PARITY,
 ) -> Tensor:
     """Return `x` [..., N] as guided rounding sees it, same dtype, gradient straight through.
 
     Arguments as in `guided_quantize`. Where x or its scale is not finite the result is NaN.
     """
     with torch.no_grad():
-        codes = guided_quantize(x, scale_f32, low_u8, bits, reading)
+        codes = guided_quantize(x, scale_f32, low_u8, bits, rule)
         values = torch.unflatten(decode_e2m1(codes), -1, (scale_f32.shape[-1], -1))
         x_hat = (values * scale_f32.unsqueeze(-1)).flatten(-2).to(x.dtype)
         x_hat *= (x - x) + 1  # 1, and NaN where x is not finite
@@ -172,9 +174,7 @@ class _StraightThrough(torch.autograd.Function):
         return grads[0], None
 
 
-def _recorded_index(
-    low_u8: Tensor, a: Tensor, lower: Tensor, bits: int, reading: Reading
-) -> Tensor:
+def _recorded_index(low_u8: Tensor, a: Tensor, lower: Tensor, bits: int, rule: MatchRule) -> Tensor:
     """Return the magnitude index 0 to 7 that the record stands for: uint8 [..., N].
 
     `a` is the clipped magnitude of z and `lower` the index of its bracket end toward zero.
@@ -183,11 +183,11 @@ def _recorded_index(
         raise ValueError(f"A record keeps 1 to {MAX_BITS} bits of a code word, not {bits}.")
     if bits >= 3:
         return low_u8 & MAGNITUDE_BITS
-    return _nearest_match(low_u8, a, lower, 1 << bits, reading)
+    return _nearest_match(low_u8, a, lower, 1 << bits, rule)
 
 
 def _nearest_match(
-    low_u8: Tensor, a: Tensor, lower: Tensor, period: int, reading: Reading
+    low_u8: Tensor, a: Tensor, lower: Tensor, period: int, rule: MatchRule
 ) -> Tensor:
     """Return the index congruent to `low_u8` modulo `period` that lies nearest to magnitude `a`.
 
@@ -198,7 +198,7 @@ def _nearest_match(
     steps_down = (lower - low_u8) & (period - 1)
     below = lower - steps_down
     above = below + period
-    if reading is Reading.PARITY:
+    if rule is MatchRule.PARITY:
         up = steps_down >= period // 2
     else:
         up = _magnitude_of(below) + _magnitude_of(above) <= 2 * a

@@ -25,17 +25,17 @@ from bridge.index.tables.sizes import text_bytes
 from bridge.index.tables.trajectory_map import TrajectoryMap
 from bridge.layout import Part
 from bridge.wire import (
-    Block,
     Dropped,
     Hello,
     Pin,
+    RowsHeader,
     Step,
     Trajectory,
     TrajectoryState,
     WeightDigests,
 )
 
-Told = Hello | Block | Trajectory | WeightDigests | Dropped | Step
+Told = Hello | RowsHeader | Trajectory | WeightDigests | Dropped | Step
 Journaled = Told | Pin
 PARTS = tuple(Part)
 _OBJECT_BYTES = 200
@@ -121,7 +121,7 @@ class Catalog:
         if engine is None:
             raise unknown_engine(told)
         engine.check_sender(told)
-        if isinstance(told, Block):
+        if isinstance(told, RowsHeader):
             engine.check_block(told)
 
     def seen(self, told: Told, seq: int) -> bool:
@@ -158,7 +158,7 @@ class Catalog:
             return
         engine.accepted[told.shard].add(seq)
         match told:
-            case Block():
+            case RowsHeader():
                 version = self._version_number(told)
                 self.versions_used.use(version)
                 part = PARTS.index(told.part)
@@ -169,7 +169,7 @@ class Catalog:
             case WeightDigests():
                 self.digests.put(told, number, self.step)
 
-    def version_of(self, block: Block) -> int:
+    def version_of(self, block: RowsHeader) -> int:
         """Return the number of a block's weights, by label and digest; -1 if they are new."""
         return self._version_numbers.get((block.weight_version, block.weights), -1)
 
@@ -181,7 +181,7 @@ class Catalog:
         match told:
             case Hello():
                 return 0 if told.engine_id in self.engines else registration_bytes(told)
-            case Block():
+            case RowsHeader():
                 rows = self.engines[told.engine_id].maps[told.part]
                 return rows.growth(told.rows, is_run=told.extent.is_run)
             case Trajectory():
@@ -322,7 +322,7 @@ class Catalog:
         self._trajectory_bytes += sum(each.nbytes() for each in trajectories.values())
         self.states.update(each.state for each in trajectories.values())
 
-    def _version_number(self, block: Block) -> int:
+    def _version_number(self, block: RowsHeader) -> int:
         number = self.version_of(block)
         if number < 0:
             number = len(self.weight_versions)

@@ -22,12 +22,12 @@ from bridge.index.tables.saved import Saved, Snapshot, UnusableCheckpoint, table
 from bridge.index.tables.sequence_set import SequenceSet
 from bridge.index.tables.sizes import text_bytes
 from bridge.layout import Part, Shard
-from bridge.wire import Block, Dropped, Hello, Trajectory, WeightDigests
+from bridge.wire import Dropped, Hello, RowsHeader, Trajectory, WeightDigests
 from bridge.wire.envelope import NO_SEQ, Envelope
 from bridge.wire.fields import Fields
 from bridge.wire.ingest import parsed_incarnation
 
-Sent = Hello | Block | Trajectory | Dropped | WeightDigests
+Sent = Hello | RowsHeader | Trajectory | Dropped | WeightDigests
 
 _OBJECT_BYTES = 200
 _OWN = dict.fromkeys(("engine_id", "shard", "incarnation"))  # others say the rest as well
@@ -116,17 +116,17 @@ class Engine:
         self.dropped_entries[told.shard] = number
         return [] if before is None else [before]
 
-    def place(self, block: Block, number: int) -> None:
+    def place(self, block: RowsHeader, number: int) -> None:
         """Note that the store's entry ``number`` holds a checked block."""
         self.maps[block.part].put(
             block.rows, number, self._sender(block), is_run=block.extent.is_run
         )
 
-    def highest_row(self, block: Block) -> int:
+    def highest_row(self, block: RowsHeader) -> int:
         """Return the highest number of a row that the block's rank ever sent of its part."""
         return self.maps[block.part].highest[self._sender(block)]
 
-    def held_rows(self, block: Block) -> NDArray[np.void]:
+    def held_rows(self, block: RowsHeader) -> NDArray[np.void]:
         """Return where the block's rows are that its rank has sent before: PLACE [N]."""
         return self.maps[block.part].find_each(block.rows)[:, self._sender(block)]
 
@@ -172,7 +172,7 @@ class Engine:
                 "engine process"
             )
 
-    def check_block(self, block: Block) -> None:
+    def check_block(self, block: RowsHeader) -> None:
         """Raise SchemaMismatch if the block's rows are not rows of its rank's shard."""
         shard = self.hello.shards[block.shard]
         if not shard.accepts(block.part, block.row_bytes):
@@ -182,7 +182,7 @@ class Engine:
                 f"{block.shard}; send rows in the layout of the hello"
             )
 
-    def _sender(self, block: Block) -> int:
+    def _sender(self, block: RowsHeader) -> int:
         return self._senders[block.part].index(block.shard)
 
     def writes_like(self, other: Engine) -> bool:

@@ -96,8 +96,8 @@ class RecordLayout:
         # One order for equal choices, so that equal layouts compare and hash equal.
         object.__setattr__(self, "sites", tuple(site for site in Site if site in self.sites))
         per_layer = 3 * (self.shape.top_k if Site.FC2 in self.sites else 0) + 7
-        most_fields = len(self.shape.moe_layers) + len(self.layers) * per_layer
-        check_range("fields of a row", most_fields, 0, MAX_FIELDS)
+        max_fields = len(self.shape.moe_layers) + len(self.layers) * per_layer
+        check_range("fields of a row", max_fields, 0, MAX_FIELDS)
         check_range("bytes of a row", self.bytes_per_token(), 0, MAX_ROW_BYTES)
 
     def _check_scale_bytes(self) -> None:

@@ -134,7 +134,7 @@ class RecordProducer:
         self._full_deadline_s = deadline_s if full_deadline_s is None else full_deadline_s
         self._engine_id, self._shard = "", 0
         self._incarnation = 1 + secrets.randbelow(MAX_INCARNATION - 1)
-        self._hello: list[Buffer] = []
+        self._registration: list[Buffer] = []
         self._next_seq = 0
         self._kept: dict[int, _Unacknowledged] = {}
         self._kept_bytes = 0
@@ -156,7 +156,7 @@ class RecordProducer:
 
     # --- what an engine says
 
-    def hello(
+    def register(
         self,
         engine_id: str,
         layout: RecordLayout,
@@ -190,7 +190,7 @@ class RecordProducer:
             shard,
             self._incarnation,
         )
-        self._hello = encode(message, self._next_seq)
+        self._registration = encode(message, self._next_seq)
         self._send(message)
         self.flush()
 
@@ -226,7 +226,7 @@ class RecordProducer:
                 weights,
                 self._incarnation,
             )
-            self._send(message, part, len(message.block.rows))
+            self._send(message, part, len(message.header.rows))
 
     def send_trajectory(
         self,
@@ -329,8 +329,8 @@ class RecordProducer:
     # --- the window
 
     def _send(self, message: Message, part: Part | None = None, rows: int = 0) -> None:
-        if not self._hello:
-            raise TraceError("the bridge does not know this engine yet; call hello() first")
+        if not self._registration:
+            raise TraceError("the bridge does not know this engine yet; call register() first")
         if self._fenced is not None:
             raise self._fenced
         nbytes = _HEADER_BYTES + sum(memoryview(frame).nbytes for frame in message.frames())
@@ -506,7 +506,7 @@ class RecordProducer:
         """
         self._socket.close(linger=0)
         self._socket = self._dialer.dial(self._context)
-        for frames in (self._hello, *(kept.frames for kept in self._kept.values())):
+        for frames in (self._registration, *(kept.frames for kept in self._kept.values())):
             queue_for_sending(self._socket, frames)
         self._refused.clear()
         self._resent_at = time.monotonic()

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from bridge.errors import TraceError
 from bridge.layout import Part, RecordLayout, Shard
 from bridge.producer.producer import RecordProducer
-from bridge.transport.bridge_sharding import home_of, homes_of
+from bridge.transport.bridge_sharding import shard_of, shards_of
 from bridge.wire import TrajectoryState
 
 _LOOK_S = 0.01
@@ -38,7 +38,7 @@ class RecordProducers:
 
     # --- what an engine says
 
-    def hello(
+    def register(
         self,
         engine_id: str,
         layout: RecordLayout,
@@ -50,7 +50,7 @@ class RecordProducers:
     ) -> None:
         """Introduce the engine to every bridge; returns when all have answered."""
         for producer in self._producers:
-            producer.hello(engine_id, layout, kv_scales, model, shards=shards, shard=shard)
+            producer.register(engine_id, layout, kv_scales, model, shards=shards, shard=shard)
 
     def send_rows(
         self,
@@ -64,7 +64,7 @@ class RecordProducers:
     ) -> None:
         """Send records, each to its home: rows int [n], payload uint8 [n, R]."""
         rows_n, payload_nR = np.asarray(rows, dtype=np.int64), np.asarray(payload)
-        homes_n = homes_of(rows_n)
+        homes_n = shards_of(rows_n)
         for home in self._homes(homes_n):
             here = homes_n == home
             if here.all():
@@ -89,8 +89,8 @@ class RecordProducers:
     ) -> None:
         """Say which row consumed each token, to the trajectory's home and to its rows' homes."""
         rows_T = np.asarray(rows, dtype=np.int64)
-        own = home_of(trajectory, len(self._producers))
-        for home in sorted({own, *self._homes(homes_of(rows_T[rows_T >= 0]))}):
+        own = shard_of(trajectory, len(self._producers))
+        for home in sorted({own, *self._homes(shards_of(rows_T[rows_T >= 0]))}):
             self._producers[home].send_trajectory(
                 trajectory, start, tokens, rows_T, state, rollout=rollout, continues=continues
             )

@@ -70,17 +70,17 @@ class ShmSender:
         memory = self._segment.memory(buffer)
         stamped = stamp(memory)
         memory[STAMP_BYTES : STAMP_BYTES + payload.nbytes] = payload
-        return RowsInShm(rows.block, buffer, stamped)
+        return RowsInShm(rows.header, buffer, stamped)
 
     def reclaim(self, in_shm: RowsInShm) -> Rows:
         """Return the message with its payload, and release its buffer."""
         assert self._segment is not None
         rows = self._segment.memory(in_shm.buffer)[STAMP_BYTES:]
         payload = np.frombuffer(bytes(rows[: in_shm.nbytes]), np.uint8).reshape(
-            -1, in_shm.block.row_bytes
+            -1, in_shm.header.row_bytes
         )
         self.release(in_shm)
-        return Rows(in_shm.block, payload)
+        return Rows(in_shm.header, payload)
 
     def release(self, in_shm: RowsInShm) -> None:
         """Release the buffer of an acknowledged message; its slab is reused with its last one."""

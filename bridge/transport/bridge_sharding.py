@@ -1,13 +1,13 @@
-"""Several bridges: which of them holds what.
+"""Several bridges: which bridge of a list holds which rows and trajectories.
 
-Every trajectory has a home among the bridges, by a hash of its name. A row is sent once, to the
-home of the trajectory that it was computed for, and its number says which bridge that is: the
-bridge's place in the list stands above the count. A prefix-cache hit may make it part of other
-trajectories, whose home is another bridge. So a trajectory is told to its home and to each bridge
-that has rows of it, which therefore keeps those as long as the trajectory, and the trainer's client
-puts their answers together by (engine, row).
+Every trajectory has an owner among the bridges, chosen by a hash of its name: its shard, the
+bridge's index in the list. An engine sends a row once, to the shard of the trajectory that computed
+it, and the row's number contains the shard above the count. After a prefix-cache hit the row may
+also belong to trajectories of another shard. So a trajectory is reported to its own shard and to
+every shard that has rows of it, which therefore keeps those rows as long as the trajectory. The
+trainer's client joins their replies by (engine, row).
 
-Rollout and trainer name the bridges in the same order; under which addresses does not matter.
+Rollout and trainer name the bridges in the same order; their addresses may differ.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from bridge.transport.endpoints import DEFAULT_PORT, InvalidEndpoint, dialled_en
 
 Rows = TypeVar("Rows", int, NDArray[np.int64])
 
-MOST_BRIDGES = 64
-# An engine at a million rows a second counts so far in nine years.
+MAX_BRIDGES = 64
+# Enough for an engine at a million rows per second for nine years.
 _COUNT_BITS = 48
 
 
 class InvalidEndpoints(InvalidEndpoint):
-    """A text does not name bridges."""
+    """A text is not a list of bridge endpoints."""
 
 
 def parse_endpoints(text: str) -> tuple[str, ...]:
@@ -40,9 +40,9 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
         InvalidEndpoint: one of them cannot be connected to.
     """
     endpoints = tuple(item.strip() for item in text.split(","))
-    if not all(endpoints) or len(endpoints) > MOST_BRIDGES:
+    if not all(endpoints) or len(endpoints) > MAX_BRIDGES:
         raise InvalidEndpoints(
-            f"{text!r} names no bridges; give 1 to {MOST_BRIDGES} endpoints such as "
+            f"{text!r} names no bridges; give 1 to {MAX_BRIDGES} endpoints such as "
             f"tcp://HOST:{DEFAULT_PORT}, separated by commas"
         )
     if len(set(endpoints)) < len(endpoints):
@@ -51,21 +51,21 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1 << 16)
-def home_of(trajectory: str, bridges: int) -> int:
-    """Return which of so many bridges is the trajectory's home."""
+def shard_of(trajectory: str, bridges: int) -> int:
+    """Return the shard of a trajectory: the index of its bridge in a list of ``bridges``."""
     return xxh3_64_intdigest(trajectory.encode("utf-8", "surrogatepass")) % bridges
 
 
-def row_number(count: int, home: int) -> int:
-    """Return the number of the engine's row ``count`` whose home is the bridge ``home``."""
-    return home << _COUNT_BITS | count
+def row_number(count: int, shard: int) -> int:
+    """Return the number of the engine's row ``count`` that belongs to bridge ``shard``."""
+    return shard << _COUNT_BITS | count
 
 
-def homes_of(rows: Rows) -> Rows:
-    """Return the place in the list of the bridge to which rows are sent; -1 stays -1."""
+def shards_of(rows: Rows) -> Rows:
+    """Return the shard of each row number; -1 stays -1."""
     return rows >> _COUNT_BITS
 
 
 def counts_of(rows: Rows) -> Rows:
-    """Return the engine's counts of rows."""
+    """Return the engine's count of each row number."""
     return rows & ((1 << _COUNT_BITS) - 1)

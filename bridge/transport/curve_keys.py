@@ -1,4 +1,4 @@
-"""Key files: who may talk to a bridge, and which bridge a client trusts (CURVE, as in ZeroMQ).
+"""Key files: the clients a bridge allows, and the bridge a client trusts (ZeroMQ CURVE).
 
 `python -m bridge keys DIR rollout trainer` writes TOML that only its owner may read:
 
@@ -10,8 +10,8 @@
     rollout = "..."            server-key = "..."
     trainer = "..."
 
-Keys are Z85 texts of 40 characters, and a file's own pair stands where `zmq.auth.load_certificate`
-looks for one.
+Keys are Z85 texts of 40 characters. A file's own pair is where `zmq.auth.load_certificate` expects
+it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ BRIDGE_FILE = "bridge.keys"
 _SUFFIX = ".keys"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _KEY_BYTES = 32
-_MOST_FILE_BYTES = 1 << 20
+_MAX_FILE_BYTES = 1 << 20
 
 
 class InvalidKeys(TraceError):
-    """A key file is missing, open to others or not what it should be."""
+    """A key file is missing, readable by other users or malformed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class KeyPair:
 
     @classmethod
     def new(cls) -> Self:
-        """Make a pair that nobody else has."""
+        """Make a new random pair."""
         public, secret = zmq.curve_keypair()
         return cls(public.decode(), secret.decode())
 
 
 @dataclass(frozen=True, slots=True)
 class BridgeKeys:
-    """What a daemon needs: its own pair, and the public keys (Z85) of its clients by name."""
+    """A daemon's own pair, and the public keys (Z85) of its allowed clients by name."""
 
     own: KeyPair
     clients: Mapping[str, str]
@@ -82,7 +82,7 @@ class BridgeKeys:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """What an engine or a trainer needs: its own pair and its bridge's public key, Z85."""
+    """The own pair of an engine or a trainer, and its bridge's public key, Z85."""
 
     own: KeyPair
     server: str
@@ -104,14 +104,14 @@ class ClientKeys:
         return "\n".join([_pair_text(self.own), "[bridge]", f'server-key = "{self.server}"', ""])
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
-        """Let a socket that is not connected yet encrypt, and talk to this bridge alone."""
+        """Configure an unconnected socket to encrypt and to accept only this bridge."""
         socket.curve_publickey = self.own.public.encode()
         socket.curve_secretkey = self.own.secret.encode()
         socket.curve_serverkey = self.server.encode()
 
 
 def make_keys(directory: Path, clients: Iterable[str]) -> list[Path]:
-    """Write a key file for every client and name it in the bridge's, made if it is not there.
+    """Write a key file for every client and add it to the bridge's file, made if it is missing.
 
     Returns:
         the files written, the bridge's first.
@@ -127,7 +127,7 @@ def make_keys(directory: Path, clients: Iterable[str]) -> list[Path]:
             )
         if (directory / (name + _SUFFIX)).exists():
             raise InvalidKeys(
-                f"{directory / (name + _SUFFIX)} is there already; use it, choose another name, or "
+                f"{directory / (name + _SUFFIX)} exists already; use it, choose another name, or "
                 "remove it to give the client a new key"
             )
     bridge_file = directory / BRIDGE_FILE
@@ -136,8 +136,8 @@ def make_keys(directory: Path, clients: Iterable[str]) -> list[Path]:
         known = bridge_file.exists()
         bridge = BridgeKeys.load(bridge_file) if known else BridgeKeys(KeyPair.new(), {})
         pairs = {name: KeyPair.new() for name in names}
-        told = {name: pair.public for name, pair in pairs.items()}
-        _write(bridge_file, replace(bridge, clients={**bridge.clients, **told}).text())
+        added = {name: pair.public for name, pair in pairs.items()}
+        _write(bridge_file, replace(bridge, clients={**bridge.clients, **added}).text())
         for name, pair in pairs.items():
             _write(directory / (name + _SUFFIX), ClientKeys(pair, bridge.own.public).text())
     except OSError as error:
@@ -148,7 +148,7 @@ def make_keys(directory: Path, clients: Iterable[str]) -> list[Path]:
 
 
 def _write(file: Path, text: str) -> None:
-    """Replace a file in one step; nobody but its owner could read it at any time."""
+    """Replace a file atomically; only its owner can read it at any time."""
     draft = file.with_name(file.name + ".new")
     draft.unlink(missing_ok=True)
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -161,7 +161,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         with file.open("rb") as opened:
             mode = os.fstat(opened.fileno()).st_mode
-            text = opened.read(_MOST_FILE_BYTES)
+            text = opened.read(_MAX_FILE_BYTES)
     except OSError as error:
         raise InvalidKeys(
             f"the key file {file} cannot be read ({error.strerror}); "

@@ -17,7 +17,7 @@ _TCP = re.compile(
 )
 _ALMOST = re.compile(r"(?:\w+:/*)?(?P<rest>[\w.-]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5})/?", re.ASCII)
 _DIGITS_AND_DOTS = re.compile(r"[\d.]+", re.ASCII)
-_MOST_PORT = 65535
+_MAX_PORT = 65535
 
 
 class InvalidEndpoint(TraceError):
@@ -89,7 +89,7 @@ def _parts(endpoint: str) -> re.Match[str]:
 
 
 def _is_port(text: str) -> bool:
-    return text == "*" or int(text) <= _MOST_PORT
+    return text == "*" or int(text) <= _MAX_PORT
 
 
 def _is_host(text: str) -> bool:

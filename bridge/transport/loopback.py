@@ -1,8 +1,8 @@
 """Socket buffers for two processes of one machine.
 
-Linux lets a TCP buffer grow with the traffic, to several MiB, which a network needs to be full. On
-loopback nothing is on its way: what waits in a large buffer only leaves the caches of the CPU
-before it is read. The buffers of a network socket are left alone.
+Linux lets a TCP buffer grow with the traffic to several MiB, to keep a network busy. A loopback
+connection has nothing in flight: bytes that wait in a large buffer only leave the CPU caches before
+they are read. The buffers of network sockets are not changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def bound_buffers(socket: zmq.Socket[bytes], endpoint: str) -> None:
 
 
 def is_loopback(endpoint: str) -> bool:
-    """Whether a tcp endpoint is surely of this machine alone; names are not looked up."""
+    """Whether a tcp endpoint is certainly on this machine; names are not looked up."""
     match = _HOST.fullmatch(endpoint)
     if match is None:
         return False

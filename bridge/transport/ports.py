@@ -1,4 +1,4 @@
-"""Ports for servers that a process starts: chosen now, bound by the server seconds later."""
+"""Reserve a port now for a server that binds it seconds later."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _HELD: list[socket.socket] = []
 
 
 def held_port() -> int:
-    """Return a loopback port that nobody else is given until this process ends.
+    """Return a loopback port that is reserved until this process ends.
 
-    A socket of ours stays bound to it and never listens. Linux then gives the port neither to who
-    asks for any free one nor to an outgoing connection, and yet lets a server listen there that
-    sets SO_REUSEADDR, as practically every server does.
+    A socket of this process stays bound to the port and never listens. Linux then assigns the port
+    neither to a bind of port 0 nor to an outgoing connection. A server that sets SO_REUSEADDR, as
+    practically every server does, can still listen there.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""A client's sockets, and why a bridge lets none of them in."""
+"""Client sockets, and the reason why a daemon rejects a connection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bridge.transport.loopback import bound_buffers
 from bridge.wire import MAX_FRAME_BYTES
 from bridge.wire.envelope import Buffer
 
-# Which of them a side sees that expects keys of one that has none depends on who hangs up first.
+# Which of these a side sees when only the other one has keys depends on who hangs up first.
 _FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
@@ -28,11 +28,11 @@ _EVENT = struct.Struct("=Hi")
 
 
 def queue_for_sending(socket: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
-    """Hand a message to a dialled socket, whose queue has no end, without ever waiting.
+    """Queue a message on a dialled socket, whose queue is unbounded, without ever waiting.
 
-    ZeroMQ gives a connection up for good when the other side turns it away in its handshake; a
-    send then waits for a connection that never comes. Such a message is lost: whoever waits for an
-    answer dials anew, or says at the deadline what is wrong.
+    ZeroMQ closes a connection for good when the peer rejects its handshake. A send would then block
+    forever, so the message is dropped instead. The caller that waits for the reply reconnects, or
+    reports the cause at its deadline.
     """
     with suppress(zmq.Again):
         socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
@@ -42,8 +42,8 @@ class Dialer:
     """Connects to one endpoint, with a client's key file or without.
 
     Raises:
-        InvalidEndpoint: nobody can connect to it.
-        InvalidKeys: the file is no client's key file or is open to others.
+        InvalidEndpoint: it is not an address to connect to.
+        InvalidKeys: the file is not a client's key file, or other users can read it.
     """
 
     def __init__(self, endpoint: str, keys: str | os.PathLike[str] | None) -> None:
@@ -58,7 +58,7 @@ class Dialer:
         return socket
 
     def remedy(self) -> str:
-        """Try once more for a second at most; return what to do, as the end of a sentence."""
+        """Connect once more for at most a second; return the fix, for the end of an error."""
         outcome = self._try()
         if outcome == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return (
@@ -85,7 +85,7 @@ class Dialer:
 
     def _dealer(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
         socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.SNDHWM, 0)  # who sends bounds in bytes what is on its way
+        socket.setsockopt(zmq.SNDHWM, 0)  # the sender bounds the bytes in flight
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
@@ -97,7 +97,7 @@ class Dialer:
         return socket
 
     def _try(self) -> int:
-        """Connect once more, watching; return how that ends, as ZeroMQ's event, 0 if it hangs."""
+        """Connect once more and return the ZeroMQ event of the outcome, 0 after a timeout."""
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | _NOT_CONNECTED
         for failure in _FAILURES:
             events |= failure

@@ -15,10 +15,10 @@ from bridge.wire.codec import MESSAGES, decode, encode
 from bridge.wire.envelope import MAX_FRAME_BYTES, SCHEMA_VERSION
 from bridge.wire.fetch import Fetch, FetchReply, PageRows, ShmPageRows
 from bridge.wire.ingest import (
-    Block,
     Dropped,
     Hello,
     Rows,
+    RowsHeader,
     RowsInShm,
     Trajectory,
     TrajectoryState,
@@ -33,7 +33,6 @@ __all__ = [
     "MESSAGES",
     "SCHEMA_VERSION",
     "Ack",
-    "Block",
     "BufferHandle",
     "Digests",
     "DigestsReply",
@@ -55,6 +54,7 @@ __all__ = [
     "Policy",
     "Pong",
     "Rows",
+    "RowsHeader",
     "RowsInShm",
     "ShmPageRows",
     "Stats",

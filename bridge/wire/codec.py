@@ -15,7 +15,7 @@ MESSAGES: dict[str, type[Message]] = {
         ingest.Hello,
         ingest.Rows,
         ingest.RowsInShm,
-        ingest.Block,
+        ingest.RowsHeader,
         ingest.Trajectory,
         ingest.WeightDigests,
         ingest.Dropped,

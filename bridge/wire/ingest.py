@@ -113,7 +113,7 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Block:
+class RowsHeader:
     """What a Rows message says of its rows: all but the record bytes. This is what is indexed.
 
     ``shard`` is the number of the sending rank's shard (see `Hello`), here as in all messages.
@@ -185,7 +185,7 @@ class Rows:
 
     KIND: ClassVar[str] = "rows"
 
-    block: Block
+    header: RowsHeader
     payload: NDArray[np.uint8]
 
     @classmethod
@@ -202,22 +202,24 @@ class Rows:
     ) -> Self:
         """Build a message; rows int64 [n], payload uint8 [n, R]."""
         row_bytes = payload.shape[1]
-        block = Block(engine_id, part, weight_version, row_bytes, rows, shard, weights, incarnation)
+        block = RowsHeader(
+            engine_id, part, weight_version, row_bytes, rows, shard, weights, incarnation
+        )
         return cls(block, payload)
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
-        return self.block.body()
+        return self.header.body()
 
     def frames(self) -> list[Buffer]:
         """Return the row numbers and the record bytes."""
-        return [*self.block.frames(), wire_bytes(self.payload, np.uint8)]
+        return [*self.header.frames(), wire_bytes(self.payload, np.uint8)]
 
     @classmethod
     def parse(cls, envelope: Envelope) -> Self:
         """Build from an intact envelope."""
         _, payload = frames_of(envelope, 2)
-        block = Block.parse_head(envelope)
+        block = RowsHeader.parse_head(envelope)
         return cls(block, array(payload, np.uint8, (len(block.rows), block.row_bytes)))
 
 
@@ -231,27 +233,27 @@ class RowsInShm:
 
     KIND: ClassVar[str] = "lent_rows"
 
-    block: Block
+    header: RowsHeader
     buffer: BufferHandle
     stamp: int
 
     @property
     def nbytes(self) -> int:
         """Bytes of the payload."""
-        return len(self.block.rows) * self.block.row_bytes
+        return len(self.header.rows) * self.header.row_bytes
 
     def body(self) -> dict[str, Any]:
         """Return the header fields."""
-        return self.block.body() | {"place": self.buffer.body(), "stamp": self.stamp}
+        return self.header.body() | {"place": self.buffer.body(), "stamp": self.stamp}
 
     def frames(self) -> list[Buffer]:
         """Return the row numbers."""
-        return self.block.frames()
+        return self.header.frames()
 
     @classmethod
     def parse(cls, envelope: Envelope) -> Self:
         """Build from an intact envelope."""
-        block, fields = Block.parse(envelope), Fields(envelope.body)
+        block, fields = RowsHeader.parse(envelope), Fields(envelope.body)
         buffer = parsed_buffer(fields)
         if buffer is None or len(block.rows) * block.row_bytes > buffer.nbytes:
             raise CorruptMessage("rows in shared memory do not fit their buffer; resend them")

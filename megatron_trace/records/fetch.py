@@ -67,7 +67,7 @@ def fetch_records(
 def _late(found: list[TrajectoryRecords | None]) -> list[int]:
     """Return which of the trajectories lack rows."""
     return [
-        at for at, records in enumerate(found) if records is not None and records.lacking().any()
+        at for at, records in enumerate(found) if records is not None and records.missing().any()
     ]
 
 

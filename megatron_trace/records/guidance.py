@@ -8,7 +8,7 @@ from typing import Literal
 from bridge.errors import TraceError
 from bridge.formats import FULL_SCALE_BITS, SCALE_BITS
 from bridge.fp4.bit_planes import MAX_BITS
-from bridge.fp4.guided_rounding import Reading
+from bridge.fp4.guided_rounding import MatchRule
 from bridge.layout import RecordLayout, Site
 
 
@@ -25,7 +25,7 @@ class Guidance:
                  recorded. With 2 of whole scales the report also says how many were read wrong
     layers       layers whose sites are guided; None takes all that were recorded
     sites        sites that are guided (`Site.ROUTES` replays the routing); None takes all
-    reading      how few bits name a code word, see `bridge.fp4.guided_rounding.Reading`
+    reading      how few bits name a code word, see `bridge.fp4.guided_rounding.MatchRule`
     compare      count agreement with the rollout's full code words; needs 4-bit records
     on_missing   "error" refuses a micro-batch with gaps, "round_to_nearest" counts them
     """
@@ -34,7 +34,7 @@ class Guidance:
     scale_bits: int | None = None
     layers: tuple[int, ...] | None = None
     sites: tuple[Site, ...] | None = None
-    reading: Reading = Reading.PARITY
+    reading: MatchRule = MatchRule.PARITY
     compare: bool = False
     on_missing: Literal["error", "round_to_nearest"] = "error"
 

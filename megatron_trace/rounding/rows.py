@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from bridge.errors import TraceError
 from bridge.formats import FULL_SCALE_BITS
 from bridge.fp4.bit_planes import MAX_BITS
-from bridge.fp4.guided_rounding import Reading, guided_quantize, straight_through
+from bridge.fp4.guided_rounding import MatchRule, guided_quantize, straight_through
 from bridge.fp4.nvfp4 import (
     MAGNITUDE_BITS,
     NVFP4_BLOCK,
@@ -80,7 +80,7 @@ class Following:
 
     bits: int
     scale_bits: int
-    reading: Reading
+    reading: MatchRule
     compare: bool
 
 
@@ -137,7 +137,7 @@ class SiteRows:
             record_scale_bits=self.record.scale_bits,
             bits=self.following.bits,
             scale_bits=self.following.scale_bits,
-            nearest=self.following.reading is Reading.NEAREST,
+            nearest=self.following.reading is MatchRule.NEAREST,
             compare=self.following.compare,
             counts=self.counts,
         )

@@ -325,7 +325,7 @@ def start(model_runner: Any, config: TraceConfig, layout: RecordLayout, max_rows
     def introduce(producer: RecordProducers) -> None:
         model = {"path": model_runner.model_config.model_path}
         scales = global_scales(layout, pool)
-        producer.hello(config.run, layout, scales, model, shards=shards, shard=rank)
+        producer.register(config.run, layout, scales, model, shards=shards, shard=rank)
 
     return Capture(
         model_runner.model,

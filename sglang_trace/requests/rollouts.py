@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from bridge.transport.bridge_sharding import home_of
+from bridge.transport.bridge_sharding import shard_of
 from sglang_trace.requests.naming import SUFFIX_MARK
 from sglang_trace.requests.trajectory_names import client_trajectory
 from sglang_trace.requests.unrecorded import Reason, reason_at_start
@@ -101,7 +101,7 @@ class Rollouts:
         last.number = self._made
         if len(self._last) > NAMES_KEPT:
             self._last.popitem(last=False)
-        home = home_of(trajectory, self._bridges)
+        home = shard_of(trajectory, self._bridges)
         return Rollout(self._made, trajectory, None, continues, home)
 
     def _continues(self, trajectory: str, turn: str, prompt: Sequence[int]) -> bool:

@@ -94,7 +94,7 @@ def endpoint(serve: Callable[[Store], str]) -> str:
 def through(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Have rows come through the socket, or all of them through memory that the client lends."""
     arrived: set[type[Message]] = set()
-    told = Connection._told
+    told = Connection._next
 
     def watched(self: Connection, *arguments: Any) -> Message:
         reply = told(self, *arguments)
@@ -102,7 +102,7 @@ def through(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             arrived.add(type(reply))
         return reply
 
-    monkeypatch.setattr(Connection, "_told", watched)
+    monkeypatch.setattr(Connection, "_next", watched)
     if request.param == "socket":
         monkeypatch.setattr("bridge.client.connection.is_loopback", lambda _: False)
     yield request.param

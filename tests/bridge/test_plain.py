@@ -64,7 +64,7 @@ def test_a_log_line_stays_one_line() -> None:
 def daemon(tmp_path: Path, layout: RecordLayout) -> Iterator[Observed]:
     with observed_daemon(tmp_path / "log") as started:
         with RecordProducer(started.endpoint) as engine:
-            engine.hello(HOSTILE, layout)
+            engine.register(HOSTILE, layout)
             engine.send_trajectory(HOSTILE, 0, [1], [-1], "open")
             engine.count_dropped(Part.FORWARD, 3)
         yield started

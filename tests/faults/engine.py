@@ -110,7 +110,7 @@ def _flush(stream: Stream, producer: RecordProducer) -> None:
 def send_all(stream: Stream, producer: RecordProducer) -> None:
     """Say hello, tell all positions, then send the rows in pieces and tell of them meanwhile."""
     expected, rng = stream.expected, np.random.default_rng(stream.seed)
-    producer.hello(expected.engine_id, LAYOUT)
+    producer.register(expected.engine_id, LAYOUT)
     _tell(producer, expected, expected.whole, expected.rows, TrajectoryState.OPEN)
     _tell(producer, expected, expected.grown, 1, TrajectoryState.OPEN)
     producer.flush()
@@ -147,7 +147,7 @@ def _tell_computed_anew(producer: RecordProducer, expected: Expected, stop: int)
 def fill(endpoint: str, expected: Expected) -> None:
     """Send all records of an engine from this process, as fast as the bridge takes them."""
     with RecordProducer(endpoint) as producer:
-        producer.hello(expected.engine_id, LAYOUT)
+        producer.register(expected.engine_id, LAYOUT)
         for first in range(0, expected.rows, _FILLED_ROWS):
             stop = min(first + _FILLED_ROWS, expected.end_of_version(first))
             for part in Part:

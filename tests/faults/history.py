@@ -110,7 +110,7 @@ class History:
                 group = self.groups[message.trajectory]
                 at = [state for state, _ in group.states].index(message.state)
                 group.states[at] = (message.state, True)
-            case Rows(block=block):
+            case Rows(header=block):
                 for group in self.groups.values():
                     if group.first <= int(block.rows[0]) < group.stop:
                         group.held.add(block.part)

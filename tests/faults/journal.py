@@ -29,7 +29,7 @@ class Journal:
     def send(self, seq: int, message: Message) -> None:
         """Note what a message says."""
         match message:
-            case Rows(block=block) | RowsInShm(block=block):
+            case Rows(header=block) | RowsInShm(header=block):
                 told = {"part": block.part.value, "rows": [int(row) for row in block.rows]}
             case Trajectory():
                 told = {

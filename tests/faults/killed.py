@@ -107,7 +107,7 @@ def daemon_killed_while_it_collects(repetition: Repetition) -> Outcome:
         with asking(bridge.endpoint, repetition.end) as client:
             step, held = client.stats().step, client.stats().trajectories
         with closing(Connection(bridge.endpoint)) as trainer_side:
-            trainer_side.say(Step(step + 1))
+            trainer_side.send(Step(step + 1))
             time.sleep(repetition.rng.uniform(0.0, 0.02))
             bridge.kill()
         bridge.restart()

@@ -97,11 +97,11 @@ class Regions:
                 "the bridge cannot read the engine's memory; send the rows through the socket"
             )
         self._touch(peer, lent.buffer.offset, STAMP_BYTES + lent.nbytes)
-        rows_nR = np.empty((len(lent.block.rows), lent.block.row_bytes), dtype=np.uint8)
+        rows_nR = np.empty((len(lent.header.rows), lent.header.row_bytes), dtype=np.uint8)
         rows_nR.reshape(-1).data[:] = memory[STAMP_BYTES : STAMP_BYTES + lent.nbytes]
         if stamped(memory) != lent.stamp:
             raise CorruptMessage("rows in shared memory have another stamp; send them again")
-        return Rows(lent.block, rows_nR)
+        return Rows(lent.header, rows_nR)
 
     def tick(self) -> None:
         """Let go of regions that are not used, whose clients may be gone."""

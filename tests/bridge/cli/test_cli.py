@@ -46,7 +46,7 @@ def filled(
     """A daemon on disk with trajectory "t" of four tokens."""
     bridge = start_process(tmp_path / "store", disk_limit="64MiB")
     with RecordProducer(bridge.endpoint) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         producer.send_rows(Part.FORWARD, range(3), make_rows(Part.FORWARD, range(3)), "v1")
         producer.send_trajectory("t", 0, range(4), [0, 1, 2, -1], "finished")
     return bridge

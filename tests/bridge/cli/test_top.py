@@ -30,7 +30,7 @@ def bridge(start_process: Callable[..., EmbeddedBridge], layout: RecordLayout) -
     """A daemon with one engine and no --http."""
     started = start_process(memory_limit="8MiB")
     with RecordProducer(started.endpoint) as engine, TraceClient(started.endpoint) as trainer:
-        engine.hello(HOSTILE, layout)
+        engine.register(HOSTILE, layout)
         engine.count_dropped(Part.FORWARD, 1234)
         engine.send_trajectory("t", 0, [1], [-1], "open")
         engine.flush()

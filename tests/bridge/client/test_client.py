@@ -31,7 +31,7 @@ NOBODY = "tcp://127.0.0.1:9"
 @pytest.fixture
 def producer(endpoint: str, layout: RecordLayout) -> Iterator[RecordProducer]:
     with RecordProducer(endpoint) as connected:
-        connected.hello("e", layout, {2: (0.5, 0.25)})
+        connected.register("e", layout, {2: (0.5, 0.25)})
         yield connected
 
 
@@ -176,7 +176,7 @@ def test_two_engines_may_compute_one_trajectory_and_a_third_format_is_missing(
     producer.send_trajectory("t", 0, [5, 6], [0, -1], "open")
     producer.flush()
     with RecordProducer(endpoint) as other:
-        other.hello("f", layout, {2: (0.5, 0.25)})
+        other.register("f", layout, {2: (0.5, 0.25)})
         other.send_rows(Part.FORWARD, [0, 1], make_rows(Part.FORWARD, [0, 1], "f"), "v")
         other.send_trajectory("t", 0, [5, 6, 7], [0, 1, -1], "finished")
     records = client.fetch("t")
@@ -184,7 +184,7 @@ def test_two_engines_may_compute_one_trajectory_and_a_third_format_is_missing(
     np.testing.assert_array_equal(records.forward[0], make_rows(Part.FORWARD, [0], "e")[0])
     np.testing.assert_array_equal(records.forward[1], make_rows(Part.FORWARD, [1], "f")[0])
     with RecordProducer(endpoint) as third:
-        third.hello("g", layout.narrow(sites=(Site.FC1,)))
+        third.register("g", layout.narrow(sites=(Site.FC1,)))
         third.send_trajectory("t", 2, [7], [0], "finished")
     assert client.fetch("t").forward_valid.tolist() == [False, False, False]
     assert client.fetch("t").layout.sites == (Site.FC1,)
@@ -196,7 +196,7 @@ def test_digests_are_told_by_weight_version_and_the_last_report_counts(
     producer.send_digests("v1", {"a": "00", "b": "11"})
     producer.flush()
     with RecordProducer(endpoint) as other:
-        other.hello("f", layout)
+        other.register("f", layout)
         other.send_digests("v1", {"a": "22"})
     assert client.digests("v1") == {"a": "22", "b": "11"}
     assert client.digests("v1", "e") == {"a": "00", "b": "11"}
@@ -272,7 +272,7 @@ def test_a_trajectory_told_anew_between_two_pages_is_read_again(
     producer.send_trajectory("t", 0, range(40), range(40), "open")
     producer.flush()
     told: list[bool] = []
-    reply = Connection.reply
+    reply = Connection.receive
 
     def meddling(self: Connection, *arguments: Any) -> Any:
         page = reply(self, *arguments)
@@ -282,7 +282,7 @@ def test_a_trajectory_told_anew_between_two_pages_is_read_again(
             producer.flush()
         return page
 
-    monkeypatch.setattr(Connection, "reply", meddling)
+    monkeypatch.setattr(Connection, "receive", meddling)
     records = client.fetch("t")
     assert records.tokens.tolist() == list(range(1, 41))
     np.testing.assert_array_equal(records.forward, payload[40:])
@@ -317,16 +317,16 @@ def test_a_client_that_does_not_read_holds_up_nobody_and_gets_everything_later(
     endpoint = serve(MemoryStore(64 << 20))
     payload = np.ones((20_000, layout.row_bytes(Part.FORWARD)), dtype=np.uint8)
     with RecordProducer(endpoint) as engine:
-        engine.hello("e", layout)
+        engine.register("e", layout)
         engine.send_rows(Part.FORWARD, range(20_000), payload, "v")
         engine.send_trajectory("t", 0, range(20_000), range(20_000), "finished")
     with TraceClient(endpoint) as reader, closing(Connection(endpoint)) as stalled:
-        asked = [stalled.say(Fetch("t")) for _ in range(200)]
+        asked = [stalled.send(Fetch("t")) for _ in range(200)]
         for _ in range(3):
             assert len(reader.fetch("t")) == 20_000
         paging = Paging(stalled, time.monotonic() + 60)
         for seq in asked:
-            page = stalled.reply(seq, FetchReply, paging.end)
+            page = stalled.receive(seq, FetchReply, paging.end)
             pieces = list(paging.rows(page, seq))
             assert sum(len(piece.rows) for piece in pieces) == len(page.tokens)
             assert all(piece.rows.min() == 1 for piece in pieces if len(piece.rows))
@@ -345,13 +345,13 @@ def test_rows_that_are_given_up_while_a_client_reads_them_arrive_as_they_were(
         TraceClient(endpoint) as trainer,
         closing(Connection(endpoint)) as reader,
     ):
-        engine.hello("e", layout)
+        engine.register("e", layout)
         engine.send_rows(Part.FORWARD, range(20_000), old, "v")
         engine.send_trajectory("t", 0, range(20_000), range(20_000), "finished")
         engine.flush()
         paging = Paging(reader, time.monotonic() + 60)
-        asked = reader.say(Fetch("t"))
-        head = reader.reply(asked, FetchReply, paging.end)
+        asked = reader.send(Fetch("t"))
+        head = reader.receive(asked, FetchReply, paging.end)
         for step in (1, 2):
             trainer.begin_step(step)
         trainer.gc(Policy(keep=1))

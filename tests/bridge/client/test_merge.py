@@ -23,7 +23,7 @@ from bridge.client.merge import (
 from bridge.client.records import TrajectoryRecords
 from bridge.errors import MixedWeights
 from bridge.layout import ModelShape, Part, RecordLayout, Site
-from bridge.transport.bridge_sharding import home_of, row_number
+from bridge.transport.bridge_sharding import row_number, shard_of
 from bridge.wire import DigestsReply, GcReply, StatsReply, TrajectoryState, TrajectorySummary
 
 SHAPE = ModelShape(2, 16, 16, 4, 2, 1, 16, (0, 1), (0, 1))
@@ -279,7 +279,7 @@ def summary(trajectory: str, **changed: Any) -> TrajectorySummary:
 
 class TestSummaries:
     def test_rows_add_up_and_what_others_hold_is_not_missing(self) -> None:
-        home = home_of("t", 2)
+        home = shard_of("t", 2)
         replies = [[summary("t")], [summary("t")]]
         replies[1 - home] = [
             summary(
@@ -292,14 +292,14 @@ class TestSummaries:
         assert replace(joined, weight_versions=("1", "2")) == expected
 
     def test_no_more_rows_are_missing_than_none(self) -> None:
-        home = home_of("t", 2)
+        home = shard_of("t", 2)
         replies = [[summary("t")], [summary("t")]]
         replies[1 - home] = [summary("t", rows=4, kv_rows=9)]
         (joined,) = joined_summaries(replies)
         assert (joined.missing_forward, joined.missing_kv) == (0, 0)
 
     def test_a_home_that_lost_the_trajectory_does_not_hide_the_others(self) -> None:
-        home = home_of("t", 3)
+        home = shard_of("t", 3)
         replies: list[list[TrajectorySummary]] = [[], [], []]
         replies[(home + 1) % 3] = [summary("t", state="open")]
         (joined,) = joined_summaries(replies)

@@ -28,10 +28,10 @@ from bridge.producer.sharded import RecordProducers
 from bridge.transport.bridge_sharding import (
     InvalidEndpoints,
     counts_of,
-    home_of,
-    homes_of,
     parse_endpoints,
     row_number,
+    shard_of,
+    shards_of,
 )
 from bridge.wire import Policy
 from tests.bridge.ranks import SHAPE, Ranks
@@ -55,7 +55,7 @@ def endpoints() -> Iterator[str]:
 def producers(endpoints: str, engine: str, **options: Any) -> Iterator[RecordProducers]:
     each = [RecordProducer(endpoint, **options) for endpoint in parse_endpoints(endpoints)]
     with RecordProducers(each) as connected:
-        connected.hello(engine, LAYOUT, {2: (0.5, 2.0)})
+        connected.register(engine, LAYOUT, {2: (0.5, 2.0)})
         yield connected
 
 
@@ -69,7 +69,7 @@ def bytes_of(part: Part, rows: Iterable[int]) -> NDArray[np.uint8]:
 def name_at(home: int, bridges: int = BRIDGES, salt: str = "t") -> str:
     """A trajectory's name whose home is this bridge."""
     names = (f"{salt}-{number}" for number in count())
-    return next(name for name in names if home_of(name, bridges) == home)
+    return next(name for name in names if shard_of(name, bridges) == home)
 
 
 class Rollout:
@@ -83,7 +83,7 @@ class Rollout:
 
     def compute(self, name: str, length: int, prefix: Iterable[int] = ()) -> None:
         """Extend a trajectory by rows that exist already and by new ones; send and tell it."""
-        home = home_of(name, self._bridges)
+        home = shard_of(name, self._bridges)
         new = [row_number(self.rows + i, home) for i in range(length)]
         self.rows += length
         self.of[name] = [*prefix, *new]
@@ -149,9 +149,11 @@ def test_only_the_positions_that_lie_elsewhere_are_asked_of_the_other_bridge(
         connected.flush()
         asked: list[tuple[int, int | None]] = []
         for connection in client._connections:
-            say = connection.say
+            send = connection.send
             monkeypatch.setattr(
-                connection, "say", lambda q, say=say: (asked.append((q.start, q.stop)), say(q))[1]
+                connection,
+                "send",
+                lambda q, send=send: (asked.append((q.start, q.stop)), send(q))[1],
             )
         assert_whole(client.fetch(second), rollout.of[second])
         assert asked == [(0, None), (0, 4)]
@@ -169,7 +171,7 @@ def test_a_position_is_filled_only_by_the_row_that_the_home_names(endpoints: str
     name, other = name_at(0, salt="b"), 1
     for number, told in ((0, 5), (other, 9)):
         with RecordProducer(parse_endpoints(endpoints)[number]) as producer:
-            producer.hello("odd", LAYOUT)
+            producer.register("odd", LAYOUT)
             rows = [row_number(5, other), row_number(9, other)]
             if number == other:
                 producer.send_rows(Part.FORWARD, rows, bytes_of(Part.FORWARD, (5, 9)), "v1")
@@ -286,7 +288,7 @@ def test_ranks_of_an_engine_spread_their_shares_of_rows_over_the_same_bridges(
         for rank in range(ranks.tp):
             each = [RecordProducer(endpoint) for endpoint in parse_endpoints(endpoints)]
             connected = stack.enter_context(RecordProducers(each))
-            connected.hello(f"tp {through}", ranks.layout, shards=ranks.shards, shard=rank)
+            connected.register(f"tp {through}", ranks.layout, shards=ranks.shards, shard=rank)
             for part in Part:
                 if ranks.shards[rank].sends(part):
                     connected.send_rows(part, rows, ranks.sent(rank, part), "v1")
@@ -311,7 +313,7 @@ def test_steps_pins_collection_and_digests_reach_every_bridge(
         names = [name_at(home, 2, salt="d") for home in (0, 1)]
         for name in names:
             rollout.compute(name, 3)
-        rollout.compute("pinned", 1, rollout.of[names[1 - home_of("pinned", 2)]][:2])
+        rollout.compute("pinned", 1, rollout.of[names[1 - shard_of("pinned", 2)]][:2])
         connected.send_digests("7", {"w": "00ff"})
         connected.flush()
         assert client.digests("7") == client.digests("7", "e") == {"w": "00ff"}
@@ -350,21 +352,21 @@ class TestHomes:
     @settings(max_examples=30)
     @given(st.text(min_size=1, max_size=20), st.integers(1, 64))
     def test_a_home_is_one_of_the_bridges_and_stays(self, name: str, bridges: int) -> None:
-        assert 0 <= home_of(name, bridges) < bridges
-        assert home_of(name, bridges) == home_of(str(name), bridges)
+        assert 0 <= shard_of(name, bridges) < bridges
+        assert shard_of(name, bridges) == shard_of(str(name), bridges)
 
     def test_the_hash_is_the_same_on_every_machine_and_in_every_release(self) -> None:
-        assert [home_of(f"traj-{n}", 4) for n in range(8)] == [0, 2, 3, 1, 1, 2, 3, 3]
+        assert [shard_of(f"traj-{n}", 4) for n in range(8)] == [0, 2, 3, 1, 1, 2, 3, 3]
 
     def test_trajectories_spread_evenly(self) -> None:
-        homes = Counter(home_of(f"prompt-{n // 8}/{n % 8}", 4) for n in range(8000))
+        homes = Counter(shard_of(f"prompt-{n // 8}/{n % 8}", 4) for n in range(8000))
         assert all(1850 < homes[home] < 2150 for home in range(4))
 
     @given(st.integers(0, (1 << 48) - 1), st.integers(0, 63))
     def test_a_row_number_tells_count_and_home(self, number: int, home: int) -> None:
         row = row_number(number, home)
-        assert (counts_of(row), homes_of(row)) == (number, home)
-        assert homes_of(np.array([row, -1])).tolist() == [home, -1]
+        assert (counts_of(row), shards_of(row)) == (number, home)
+        assert shards_of(np.array([row, -1])).tolist() == [home, -1]
         assert row_number(number, 0) == number  # one bridge: rows are numbered as ever
 
     @pytest.mark.parametrize("text", ["", "a,", "a,,b", "a,b,a", ",".join(map(str, range(65)))])

@@ -88,7 +88,7 @@ def bridge(start_process: Callable[..., EmbeddedBridge]) -> EmbeddedBridge:
     bridge = start_process(memory_limit=f"{LIMIT}")
     EMPTY[bridge.endpoint] = _resident(bridge)
     with RecordProducer(bridge.endpoint) as engine:
-        engine.hello("e", WIDE)
+        engine.register("e", WIDE)
         for part in Part:
             rows = np.full((500, WIDE.row_bytes(part)), 7, np.uint8)
             for first in range(0, TOKENS, 500):

@@ -159,7 +159,7 @@ def test_a_full_store_refuses_what_does_not_fit_and_keeps_what_does(
 def test_answers_and_journal_entries_are_not_for_the_daemon(
     peer: Peer, make_rows: Callable[..., NDArray[np.uint8]]
 ) -> None:
-    for message in (Ack((1,)), Pong(), _rows(make_rows(Part.FORWARD, [0])).block):
+    for message in (Ack((1,)), Pong(), _rows(make_rows(Part.FORWARD, [0])).header):
         refused = peer.ask(message, 1)
         assert isinstance(refused, Error)
         assert refused.code == "CorruptMessage"

@@ -39,7 +39,7 @@ def test_reading_far_more_than_memory_holds_leaves_no_file_in_it(
     payload = np.repeat(make_rows(Part.FORWARD, range(100)), ROWS // 100, axis=0)
     assert payload.nbytes > 24 * MIB
     with RecordProducer(bridge.endpoint) as engine, TraceClient(bridge.endpoint) as trainer:
-        engine.hello("e", layout)
+        engine.register("e", layout)
         engine.send_rows(Part.FORWARD, range(ROWS), payload, "v")
         engine.send_trajectory("t", 0, np.zeros(ROWS, np.int32), range(ROWS), "finished")
         engine.flush()

@@ -49,7 +49,7 @@ def test_rows_that_the_store_works_on_are_seen_waiting_and_then_received(
     try:
         # Never sent again: how many messages arrive does not depend on how busy the machine is.
         with RecordProducer(daemon.endpoint, resend_after_s=600, deadline_s=600) as engine:
-            engine.hello("e", layout)
+            engine.register("e", layout)
             sent = time.monotonic()
             engine.send_rows(Part.FORWARD, range(5), make_rows(Part.FORWARD, range(5)), "v")
             store.works.wait()

@@ -48,7 +48,9 @@ def producers(endpoint: str, ranks: Ranks, engine: str) -> Iterator[list[RecordP
     with ExitStack() as stack:
         connected = [stack.enter_context(RecordProducer(endpoint)) for _ in range(ranks.tp)]
         for rank, producer in enumerate(connected):
-            producer.hello(engine, ranks.layout, {1: (0.5, 2.0)}, shards=ranks.shards, shard=rank)
+            producer.register(
+                engine, ranks.layout, {1: (0.5, 2.0)}, shards=ranks.shards, shard=rank
+            )
         yield connected
 
 
@@ -419,12 +421,12 @@ class TestIntroduction:
     ) -> None:
         shards = rank_shards(LAYOUT, 2)
         with RecordProducer(shared_endpoint) as producer:
-            producer.hello("odd", LAYOUT, shards=shards, shard=0)
+            producer.register("odd", LAYOUT, shards=shards, shard=0)
         with (
             RecordProducer(shared_endpoint) as other,
             pytest.raises(SchemaMismatch, match="same layout, shards"),
         ):
-            other.hello("odd", LAYOUT, shards=shards[::-1], shard=1)
+            other.register("odd", LAYOUT, shards=shards[::-1], shard=1)
 
     def test_rows_of_another_ranks_width_are_refused(self, shared_endpoint: str) -> None:
         ranks = Ranks(LAYOUT, 2, tp=2, ep=1)

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bridge.fp4.bit_planes import pack_planes, unpack_planes
 from bridge.fp4.guided_rounding import (
-    Reading,
+    MatchRule,
     bracket_e2m1,
     fake_quantize,
     guided_codes,
@@ -27,7 +27,7 @@ from bridge.fp4.nvfp4 import (
     token_scale,
 )
 
-PARITY, NEAREST = Reading.PARITY, Reading.NEAREST
+PARITY, NEAREST = MatchRule.PARITY, MatchRule.NEAREST
 ALL_CODES = torch.arange(16, dtype=torch.uint8)
 # A grid of z that holds every code word, every midpoint, 2.25 and 4.5, and points between them.
 STEP = 1 / 64
@@ -54,14 +54,14 @@ def bracket_oracle(z: float) -> tuple[int, int]:
     return math.floor(position), math.ceil(position)
 
 
-def reconstruct_oracle(z: float, low: int, bits: int, reading: Reading) -> set[float]:
+def reconstruct_oracle(z: float, low: int, bits: int, rule: MatchRule) -> set[float]:
     """Values the record may stand for: all of those that tie."""
     sign = math.copysign(1, z)
     a = min(abs(z), 6.0)
     if bits == 4:
         return {decode_e2m1(torch.tensor(low, dtype=torch.uint8)).item()}
     matches = [i for i in range(8) if i & (1 << bits) - 1 == low]
-    if reading is PARITY:
+    if rule is PARITY:
         distance = {i: abs(i - line_position(a)) for i in matches}
     else:
         distance = {i: abs(E2M1_MAGNITUDES[i] - a) for i in matches}
@@ -69,11 +69,11 @@ def reconstruct_oracle(z: float, low: int, bits: int, reading: Reading) -> set[f
     return {sign * E2M1_MAGNITUDES[i] for i in matches if distance[i] == least}
 
 
-def guided_oracle(z: float, low: int, bits: int, reading: Reading) -> set[float]:
+def guided_oracle(z: float, low: int, bits: int, rule: MatchRule) -> set[float]:
     """Values guided rounding may take: the bracket ends nearest to what the record stands for."""
     sign = math.copysign(1, z)
     ends = [sign * E2M1_MAGNITUDES[i] for i in bracket_oracle(z)]
-    recorded = reconstruct_oracle(z, low, bits, reading)
+    recorded = reconstruct_oracle(z, low, bits, rule)
     return {min(ends, key=lambda end: abs(end - r)) for r in recorded}
 
 
@@ -97,18 +97,18 @@ class TestBracket:
 
 
 class TestReadings:
-    @pytest.mark.parametrize("reading", Reading)
+    @pytest.mark.parametrize("rule", MatchRule)
     @pytest.mark.parametrize("bits", [1, 2, 3, 4])
     def test_every_record_on_the_grid_agrees_with_brute_force(
-        self, bits: int, reading: Reading
+        self, bits: int, rule: MatchRule
     ) -> None:
         low = low_bits(CODE_BY_Z, bits)
-        guided = decode_e2m1(guided_codes(Z_BY_CODE, low, bits, reading))
-        q_hat = reconstruct(low, Z_BY_CODE, bits, reading)
+        guided = decode_e2m1(guided_codes(Z_BY_CODE, low, bits, rule))
+        q_hat = reconstruct(low, Z_BY_CODE, bits, rule)
         records = [t.tolist() for t in (Z_BY_CODE, low, q_hat, guided)]
         for z, record, recorded, value in zip(*records, strict=True):
-            assert recorded in reconstruct_oracle(z, record, bits, reading), (z, record)
-            assert value in guided_oracle(z, record, bits, reading), (z, record)
+            assert recorded in reconstruct_oracle(z, record, bits, rule), (z, record)
+            assert value in guided_oracle(z, record, bits, rule), (z, record)
 
     def test_with_one_bit_they_differ_exactly_where_the_step_doubles(self) -> None:
         low = low_bits(CODE_BY_Z, 1)
@@ -135,7 +135,7 @@ class TestReadings:
     @pytest.mark.parametrize("bits", [3, 4])
     def test_they_are_one_with_a_whole_magnitude(self, bits: int) -> None:
         low = low_bits(CODE_BY_Z, bits)
-        readings = [reconstruct(low, Z_BY_CODE, bits, reading) for reading in Reading]
+        readings = [reconstruct(low, Z_BY_CODE, bits, rule) for rule in MatchRule]
         assert torch.equal(*readings)
 
     def test_three_bits_reconstruct_the_magnitude_with_the_sign_of_z(self) -> None:
@@ -213,17 +213,15 @@ class TestPerSiteGuarantee:
 
 class TestGuidedQuantize:
     @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-    @pytest.mark.parametrize("reading", Reading)
-    def test_the_same_activation_gives_the_rollouts_codes(
-        self, bits: int, reading: Reading
-    ) -> None:
+    @pytest.mark.parametrize("rule", MatchRule)
+    def test_the_same_activation_gives_the_rollouts_codes(self, bits: int, rule: MatchRule) -> None:
         x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
         rollout = quantize_nvfp4(x, token_scale(x))
         codes = guided_quantize(
-            x, rollout.effective_scale(), low_bits(rollout.codes_u8, bits), bits, reading
+            x, rollout.effective_scale(), low_bits(rollout.codes_u8, bits), bits, rule
         )
         off = codes != rollout.codes_u8
-        if reading is PARITY or bits >= 3:
+        if rule is PARITY or bits >= 3:
             assert not off.any()
         else:  # NEAREST may leave the rollout's code word only where the step doubles
             z = (x.float().unflatten(-1, (4, 16)) / rollout.effective_scale()[..., None]).flatten(1)
@@ -262,8 +260,8 @@ class TestGuidedQuantize:
             record = torch.empty(4, 64, dtype=torch.uint8)
             scale = torch.empty(4, 4)
             for bits in (1, 2, 3, 4):
-                for reading in Reading:
-                    x_hat = guided_fake_quantize(x, scale, record, bits, reading)
+                for rule in MatchRule:
+                    x_hat = guided_fake_quantize(x, scale, record, bits, rule)
                     assert x_hat.shape == x.shape
 
 
@@ -333,11 +331,11 @@ class TestStraightThrough:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 class TestCuda:
     @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-    @pytest.mark.parametrize("reading", Reading)
-    def test_it_gives_the_same_codes_as_the_cpu(self, bits: int, reading: Reading) -> None:
+    @pytest.mark.parametrize("rule", MatchRule)
+    def test_it_gives_the_same_codes_as_the_cpu(self, bits: int, rule: MatchRule) -> None:
         low = low_bits(CODE_BY_Z, bits)
-        on_cuda = guided_codes(Z_BY_CODE.cuda(), low.cuda(), bits, reading)
-        assert torch.equal(on_cuda.cpu(), guided_codes(Z_BY_CODE, low, bits, reading))
+        on_cuda = guided_codes(Z_BY_CODE.cuda(), low.cuda(), bits, rule)
+        assert torch.equal(on_cuda.cpu(), guided_codes(Z_BY_CODE, low, bits, rule))
 
     @pytest.mark.parametrize("bits", [1, 4])
     def test_the_host_never_waits_for_the_device(self, bits: int) -> None:

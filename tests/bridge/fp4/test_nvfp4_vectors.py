@@ -11,7 +11,7 @@ from torch import Tensor
 from bridge import formats
 from bridge.fp4 import bit_planes, nvfp4, scale_bits
 from bridge.fp4.guided_rounding import (
-    Reading,
+    MatchRule,
     bracket_e2m1,
     fake_quantize,
     guided_codes,
@@ -296,12 +296,12 @@ class TestRecords:
             bit_planes.pack_planes(torch.zeros(8, dtype=torch.uint8), 5)
 
 
-PARITY, NEAREST = Reading.PARITY, Reading.NEAREST
+PARITY, NEAREST = MatchRule.PARITY, MatchRule.NEAREST
 
 
 class TestGuidance:
     def test_the_readings_have_their_names(self) -> None:
-        assert [str(reading) for reading in Reading] == ["parity", "nearest"]
+        assert [str(rule) for rule in MatchRule] == ["parity", "nearest"]
 
     def test_known_brackets(self) -> None:
         z = f32(0, 0.1, -0.5, 0.6, 2.1, -3.9, 5.9, 6.0, -99.0, -0.0)
@@ -310,7 +310,7 @@ class TestGuidance:
         assert hex_of(upper) == "00010102050607070700"
 
     @pytest.mark.parametrize(
-        ("bits", "reading", "record", "z", "codes"),
+        ("bits", "rule", "record", "z", "codes"),
         [
             # 1 bit: the bracket end of that parity.
             (1, PARITY, (0, 1, 0, 1), (1.1, 1.1, -1.1, -1.1), "02030a0b"),
@@ -328,14 +328,14 @@ class TestGuidance:
         ],
     )
     def test_known_code_words(
-        self, bits: int, reading: Reading, record: tuple[int, ...], z: tuple[float, ...], codes: str
+        self, bits: int, rule: MatchRule, record: tuple[int, ...], z: tuple[float, ...], codes: str
     ) -> None:
-        assert hex_of(guided_codes(f32(*z), u8(*record), bits, reading)) == codes
-        if reading is PARITY:
+        assert hex_of(guided_codes(f32(*z), u8(*record), bits, rule)) == codes
+        if rule is PARITY:
             assert hex_of(guided_codes(f32(*z), u8(*record), bits)) == codes
 
     @pytest.mark.parametrize(
-        ("bits", "reading", "record", "z", "values"),
+        ("bits", "rule", "record", "z", "values"),
         [
             (1, PARITY, (1, 0), (2.1, -2.1), [3.0, -2.0]),
             (1, NEAREST, (1, 0), (2.1, -2.1), [1.5, -2.0]),
@@ -348,13 +348,13 @@ class TestGuidance:
     def test_known_values_that_records_stand_for(
         self,
         bits: int,
-        reading: Reading,
+        rule: MatchRule,
         record: tuple[int, ...],
         z: tuple[float, ...],
         values: list[float],
     ) -> None:
-        assert reconstruct(u8(*record), f32(*z), bits, reading).tolist() == values
-        if reading is PARITY:
+        assert reconstruct(u8(*record), f32(*z), bits, rule).tolist() == values
+        if rule is PARITY:
             assert reconstruct(u8(*record), f32(*z), bits).tolist() == values
 
     def test_a_known_block_at_the_rollouts_scale(self) -> None:

@@ -32,11 +32,11 @@ from bridge.producer.producer import RecordProducer
 from bridge.store import DiskStore, Entry, Position, Store
 from bridge.store.journal import pack
 from bridge.wire import (
-    Block,
     Dropped,
     Hello,
     Pin,
     Policy,
+    RowsHeader,
     Step,
     Trajectory,
     TrajectoryState,
@@ -100,7 +100,7 @@ class _Bridge:
         if self.catalog.seen(told, seq):
             return
         self.catalog.check(told)
-        row_bytes = told.row_bytes if isinstance(told, Block) else 0
+        row_bytes = told.row_bytes if isinstance(told, RowsHeader) else 0
         payload = bytes(len(told.rows) * row_bytes) if row_bytes else None
         (number,) = self.store.append([Entry(pack(told, seq), payload, row_bytes)])
         self.catalog.apply(told, seq, number)
@@ -110,7 +110,7 @@ class _Bridge:
             case ("rows", gap, count, version):
                 rows = np.arange(self.row + gap, self.row + gap + count)
                 self.row += gap + count
-                self.tell(Block("e", Part.FORWARD, version, _ROW_BYTES, rows))
+                self.tell(RowsHeader("e", Part.FORWARD, version, _ROW_BYTES, rows))
             case ("trajectory", name, first, count):
                 rows = np.arange(first, first + count)
                 state = TrajectoryState.FINISHED if count % 2 else TrajectoryState.OPEN
@@ -129,10 +129,10 @@ class _Bridge:
                     row_bytes = shard.head_bytes + first % 2 * shard.slot_bytes
                 self.shared_row[engine][rank] += 700
                 rows = np.arange(first, first + 700)
-                self.tell(Block(engine, Part.FORWARD, "x", row_bytes, rows, rank, f"w{rank}"))
+                self.tell(RowsHeader(engine, Part.FORWARD, "x", row_bytes, rows, rank, f"w{rank}"))
             case ("kv", count):
                 row_bytes = _HELLOS["two"].shards[0].layout.row_bytes(Part.KV)
-                self.tell(Block("two", Part.KV, "z", row_bytes, np.arange(count)))
+                self.tell(RowsHeader("two", Part.KV, "z", row_bytes, np.arange(count)))
             case ("digests of", version, text):
                 self.tell(WeightDigests("two", version, {"w": "0", f"ü{text}": text}, 1))
             case ("step", step):
@@ -312,7 +312,9 @@ def test_a_checkpoint_and_what_came_after_give_what_the_whole_journal_gives(
     whole, _ = recover(bridge.store, from_checkpoint=False)
     quick, _ = recover(bridge.store)
     assert _told(quick) == _told(whole)
-    quick.apply(Block("e", Part.FORWARD, "new", _ROW_BYTES, np.arange(2**40, 2**40 + 9)), 999, 9999)
+    quick.apply(
+        RowsHeader("e", Part.FORWARD, "new", _ROW_BYTES, np.arange(2**40, 2**40 + 9)), 999, 9999
+    )
     found = quick.engines["e"].maps[Part.FORWARD].find(np.arange(2**40, 2**40 + 9))
     assert found["block"].tolist() == [9999] * 9
     bridge.store.close()
@@ -555,7 +557,7 @@ def test_a_daemon_that_stops_leaves_a_checkpoint_and_the_next_one_reads_no_entry
 ) -> None:
     bridge = start_process(tmp_path)
     with RecordProducer(bridge.endpoint) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         producer.send_rows(Part.FORWARD, range(50), make_rows(Part.FORWARD, range(50)), "v")
         producer.send_trajectory("t", 0, range(50), range(50), "finished")
     bridge.stop()

@@ -22,7 +22,7 @@ from bridge.layout import Part, RecordLayout
 from bridge.producer.producer import RecordProducer
 from bridge.store import CachedStore, DiskStore, Entry, MemoryStore, Store
 from bridge.store.journal import unpack
-from bridge.wire import Block, Hello, Policy, Step, Trajectory, TrajectoryState, WeightDigests
+from bridge.wire import Hello, Policy, RowsHeader, Step, Trajectory, TrajectoryState, WeightDigests
 
 OPEN, FINISHED = TrajectoryState.OPEN, TrajectoryState.FINISHED
 MakeRows = Callable[..., NDArray[np.uint8]]
@@ -37,7 +37,7 @@ def trainer(endpoint: str) -> Iterator[TraceClient]:
 @pytest.fixture
 def engine(endpoint: str, layout: RecordLayout) -> Iterator[RecordProducer]:
     with RecordProducer(endpoint) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         yield producer
 
 
@@ -147,7 +147,7 @@ def test_what_never_finishes_expires_and_what_is_finished_does_not(
 ) -> None:
     bridge = start_process(expire_s=1)
     with RecordProducer(bridge.endpoint) as engine, TraceClient(bridge.endpoint) as trainer:
-        engine.hello("e", layout)
+        engine.register("e", layout)
         engine.send_trajectory("open", 0, [1], [-1], "open")
         engine.send_trajectory("finished", 0, [1], [-1], "finished")
         engine.send_trajectory("aborted", 0, [1], [-1], "aborted")
@@ -169,7 +169,7 @@ def test_steps_beyond_keep_go_by_themselves_for_ever_within_the_same_space(
     bridge = start_process(tmp_path, disk_limit="2MiB", memory_limit="1MiB", keep=2)
     payload = np.repeat(make_rows(Part.FORWARD, range(100)), 100, axis=0)
     with RecordProducer(bridge.endpoint) as engine, TraceClient(bridge.endpoint) as trainer:
-        engine.hello("e", layout)
+        engine.register("e", layout)
         most = 0
         for step in range(15):
             trainer.begin_step(step)
@@ -212,7 +212,7 @@ def test_pins_hold_after_a_restart_and_what_was_unpinned_does_not(
 ) -> None:
     bridge = start_process(tmp_path, keep=1)
     with RecordProducer(bridge.endpoint) as engine, TraceClient(bridge.endpoint) as trainer:
-        engine.hello("e", layout)
+        engine.register("e", layout)
         for number, name in enumerate(("pinned", "twice", "unpinned", "other")):
             _record(engine, make_rows, name, 10 * number)
         trainer.pin(["pinned", "twice", "unpinned"])
@@ -297,7 +297,7 @@ def test_steps_and_dropped_counts_take_no_space_for_ever(
     disk = DiskStore(tmp_path, 1 << 20)
     endpoint = serve(CachedStore(disk, 8 << 20))
     with RecordProducer(endpoint) as engine, TraceClient(endpoint) as trainer:
-        engine.hello("e", layout)
+        engine.register("e", layout)
         before = trainer.stats()
         for number in range(1500):
             trainer.begin_step(number + 1)
@@ -332,7 +332,7 @@ def test_a_restart_finds_the_steps_that_matter(
     for kind, value in story:
         row = np.array([len(told_all)])
         if kind == "rows":
-            tell(Block("e", Part.FORWARD, "v", width, row))
+            tell(RowsHeader("e", Part.FORWARD, "v", width, row))
         elif kind == "trajectory":
             tell(Trajectory("e", f"t{value}", 0, row.astype(np.int32), row, FINISHED))
         elif kind == "step" and not catalog.steps.has_begun(value):
@@ -380,7 +380,7 @@ def test_no_row_of_a_trajectory_that_stays_is_ever_given_up(
     width = layout.row_bytes(Part.FORWARD)
     for number, (kind, value, rows) in enumerate(story, start=1):
         if kind == "rows":
-            block = Block("e", Part.FORWARD, "v", width, np.array(rows))
+            block = RowsHeader("e", Part.FORWARD, "v", width, np.array(rows))
             catalog.apply(block, number, number)
         elif kind == "trajectory":
             tokens = np.array(rows, dtype=np.int32)
@@ -416,7 +416,7 @@ def test_the_index_shrinks_with_what_is_given_up(layout: RecordLayout) -> None:
         catalog.apply(Step(step), 0, 10 * step + 2)
         rows = np.arange(step * 5000, step * 5000 + 5000)
         width = layout.row_bytes(Part.FORWARD)
-        catalog.apply(Block("e", Part.FORWARD, "v", width, rows), step + 2, 10 * step + 3)
+        catalog.apply(RowsHeader("e", Part.FORWARD, "v", width, rows), step + 2, 10 * step + 3)
         tokens = np.zeros(5000, dtype=np.int32)
         told = Trajectory("e", f"t{step}", 0, tokens, rows, FINISHED)
         catalog.apply(told, step + 20, 10 * step + 4)
@@ -444,7 +444,7 @@ def test_a_full_store_takes_the_news_of_a_step_and_has_room_again(
         RecordProducer(endpoint, resend_after_s=0.1) as engine,
         TraceClient(endpoint) as trainer,
     ):
-        engine.hello("e", layout)
+        engine.register("e", layout)
         sent = 0
         for step in range(4):
             while not trainer.stats().full:

@@ -12,7 +12,7 @@ from bridge.index import Catalog
 from bridge.index.catalog import Journaled
 from bridge.layout import Part, RecordLayout
 from bridge.store.journal import pack, unpack
-from bridge.wire import Block, Hello, Pin, Trajectory, TrajectoryState, WeightDigests
+from bridge.wire import Hello, Pin, RowsHeader, Trajectory, TrajectoryState, WeightDigests
 
 _ROW = np.zeros(1, np.int64)
 Make = Callable[[RecordLayout, str], Journaled]
@@ -27,7 +27,7 @@ def _trajectory(layout: RecordLayout, name: str) -> Journaled:
 
 
 def _block(layout: RecordLayout, name: str) -> Journaled:
-    return Block("e", Part.FORWARD, name, layout.row_bytes(Part.FORWARD), _ROW)
+    return RowsHeader("e", Part.FORWARD, name, layout.row_bytes(Part.FORWARD), _ROW)
 
 
 def _digests(layout: RecordLayout, name: str) -> Journaled:

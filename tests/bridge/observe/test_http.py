@@ -81,7 +81,7 @@ def test_very_many_slow_connections_keep_nobody_out(daemon: Observed, layout: Re
         for _ in range(3):
             assert daemon.get("status.json")
         with RecordProducer(daemon.endpoint) as engine, TraceClient(daemon.endpoint) as trainer:
-            engine.hello("e", layout)
+            engine.register("e", layout)
             assert trainer.stats().engines == 1
         assert len(os.listdir(f"/proc/{daemon.process.pid}/fd")) < 100
     assert daemon.get("status.json")

@@ -29,7 +29,7 @@ JSON = ["--log-format", "json", "--log-level", "info"]
 
 def _tell_everything(daemon: Observed, layout: RecordLayout, rows: NDArray[np.uint8]) -> None:
     with RecordProducer(daemon.endpoint) as engine, TraceClient(daemon.endpoint) as trainer:
-        engine.hello("engine", layout)
+        engine.register("engine", layout)
         engine.send_rows(Part.FORWARD, range(len(rows)), rows, "v")
         engine.send_trajectory("t", 0, range(len(rows)), range(len(rows)), "finished")
         engine.count_dropped(Part.KV, 7)
@@ -98,7 +98,7 @@ def test_a_full_store_is_told_when_it_begins_and_when_it_ends(
             RecordProducer(daemon.endpoint, resend_after_s=0.05) as engine,
             TraceClient(daemon.endpoint) as trainer,
         ):
-            engine.hello("engine", layout)
+            engine.register("engine", layout)
             first = 0
             while not trainer.stats().full:
                 engine.send_rows(Part.FORWARD, range(first, first + len(rows)), rows, "v")
@@ -121,7 +121,7 @@ def test_damage_found_in_a_store_is_told_by_entry_and_row(
     store = ["--dir", str(tmp_path / "store"), "--disk-limit", "4MiB"]
     with observed_daemon(tmp_path / "log", *JSON, *store) as daemon:
         with RecordProducer(daemon.endpoint) as engine:
-            engine.hello("engine", layout)
+            engine.register("engine", layout)
             engine.send_rows(Part.FORWARD, range(3), make_rows(Part.FORWARD, range(3)), "v")
             engine.send_trajectory("t", 0, range(3), range(3), "finished")
             engine.send_digests("v", {"w": "00"})

@@ -54,8 +54,8 @@ def test_metrics_count_rows_bytes_messages_and_trajectories_exactly(
         RecordProducer(daemon.endpoint) as other,
         TraceClient(daemon.endpoint) as trainer,
     ):
-        engine.hello("engine", layout)
-        other.hello("other", layout)
+        engine.register("engine", layout)
+        other.register("other", layout)
         for part, count in ((Part.FORWARD, 50), (Part.KV, 40)):
             engine.send_rows(part, range(count), make_rows(part, range(count)), "v")
         engine.send_trajectory("done", 0, range(50), range(50), "finished")
@@ -123,7 +123,7 @@ def test_a_full_store_is_seen_and_its_refusals_are_counted(
         "1MiB",
     ) as daemon:
         engine = RecordProducer(daemon.endpoint, resend_after_s=0.1)
-        engine.hello("engine", layout)
+        engine.register("engine", layout)
         engine.send_rows(Part.FORWARD, range(len(rows)), rows, "v")
         status = daemon.status_when(lambda status: status.held.full == 1)
         assert status.refused["StoreFull"] >= 1

@@ -45,7 +45,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, layout: RecordLayout) -> di
     """Metric name -> label names, of a daemon that an engine has registered with."""
     with observed_daemon(tmp_path_factory.mktemp("daemon") / "log") as daemon:
         with RecordProducer(daemon.endpoint) as engine:
-            engine.hello("engine", layout)
+            engine.register("engine", layout)
             engine.count_dropped(Part.FORWARD, 1)
             engine.flush()
         daemon.status_when(lambda status: bool(status.engines))

@@ -42,7 +42,7 @@ def filled(
     daemon: Observed, layout: RecordLayout, make_rows: Callable[..., NDArray[np.uint8]]
 ) -> Observed:
     with RecordProducer(daemon.endpoint) as engine, TraceClient(daemon.endpoint) as trainer:
-        engine.hello(HOSTILE, layout)
+        engine.register(HOSTILE, layout)
         for part in Part:
             engine.send_rows(part, range(1234), np.repeat(make_rows(part, [0]), 1234, 0), "v")
         engine.send_trajectory("done", 0, range(1234), range(1234), "finished")

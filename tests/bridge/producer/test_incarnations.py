@@ -42,7 +42,7 @@ def run(
     producer: RecordProducer | RecordProducers, layout: RecordLayout, payload: NDArray[np.uint8]
 ) -> None:
     """Do what every engine process does: count rows from 0."""
-    producer.hello("run", layout)
+    producer.register("run", layout)
     producer.send_rows(Part.FORWARD, range(len(payload)), payload, "1")
     tokens = range(len(payload))
     producer.send_trajectory("first", 0, tokens, tokens, "finished", rollout=1)
@@ -96,7 +96,7 @@ def test_the_id_stays_taken_when_the_bridge_restarts_and_the_first_process_goes_
         again = spawn.start(tmp_path, endpoint=first.endpoint)
         try:
             with closing(RecordProducer(again.endpoint)) as twin, pytest.raises(EngineIdTaken):
-                twin.hello("run", layout)
+                twin.register("run", layout)
             producer.send_rows(Part.FORWARD, range(4, 8), payload, "1")
             producer.flush()
         finally:
@@ -129,7 +129,7 @@ def test_other_bytes_for_a_held_row_are_refused_and_equal_bytes_are_a_duplicate(
     payload = make_rows(Part.FORWARD, range(8))
     rows, tokens = range(first, first + 4), range(8)
     with closing(RecordProducer(endpoint)) as producer, TraceClient(endpoint) as client:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         producer.send_rows(Part.FORWARD, range(4), payload[:4], "1", weights="a1")
         producer.send_trajectory("t", 0, tokens, tokens, "finished")
         producer.flush()
@@ -150,7 +150,7 @@ def test_rows_of_one_turn_are_compared_with_each_other(
 ) -> None:
     payload = make_rows(Part.FORWARD, range(1))
     with closing(RecordProducer(serve(MemoryStore(64 << 20)))) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         with pytest.raises(RowTaken):
             send_in_turn(producer, [payload ^ np.uint8(number) for number in range(40)])
         assert producer.acknowledged_rows == 1
@@ -160,6 +160,6 @@ def test_a_row_number_that_stands_twice_in_a_message_is_refused(
     serve: Callable[[Store], str], layout: RecordLayout, make_rows: MakeRows
 ) -> None:
     with closing(RecordProducer(serve(MemoryStore(64 << 20)))) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         with pytest.raises(RowTaken, match="row 5 twice"):
             send(producer, [9, 5, 5], make_rows(Part.FORWARD, range(3)), "")

@@ -47,7 +47,7 @@ def test_a_hello_to_nobody_ends_in_a_sentence_with_the_command(layout: RecordLay
         closing(RecordProducer(NOBODY, deadline_s=0.3)) as producer,
         pytest.raises(BridgeUnreachable, match=f"python -m bridge serve --endpoint {NOBODY}"),
     ):
-        producer.hello("e", layout)
+        producer.register("e", layout)
 
 
 @pytest.mark.timeout(30)
@@ -57,7 +57,7 @@ def test_an_engine_whose_connection_was_given_up_says_it_all_over_a_new_one(
     """As ZeroMQ does with one that is turned away: a plain send would wait for ever."""
     with closing(RecordProducer(endpoint, resend_after_s=0.2)) as producer:
         producer._socket.disconnect(endpoint)
-        producer.hello("e", layout)
+        producer.register("e", layout)
     with TraceClient(endpoint) as client:
         assert client.stats().engines == 1
 
@@ -65,7 +65,7 @@ def test_an_engine_whose_connection_was_given_up_says_it_all_over_a_new_one(
 def test_the_hello_comes_first(endpoint: str) -> None:
     with (
         closing(RecordProducer(endpoint)) as producer,
-        pytest.raises(TraceError, match=r"call hello\(\) first"),
+        pytest.raises(TraceError, match=r"call register\(\) first"),
     ):
         producer.send_digests("v", {})
 
@@ -77,7 +77,7 @@ def test_what_is_kept_for_a_silent_bridge_is_bounded(
     producer = RecordProducer(deaf_endpoint, window_bytes=20_000, deadline_s=0.3)
     with closing(producer):
         with pytest.raises(BridgeUnreachable):
-            producer.hello("e", layout)
+            producer.register("e", layout)
         for _ in range(20):
             with pytest.raises(BridgeUnreachable):
                 producer.send_rows(Part.FORWARD, range(50), payload, "v")
@@ -92,7 +92,7 @@ def test_buffers_can_be_reused_as_soon_as_a_call_returns(
     original = make_rows(Part.FORWARD, range(5))
     rows, payload = torch.arange(5), torch.from_numpy(original.copy())
     with RecordProducer(endpoint) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         producer.send_rows(Part.FORWARD, rows, payload, "v")
         producer.send_trajectory("t", 0, rows, rows, "open")
         rows.fill_(77)
@@ -111,7 +111,7 @@ def test_large_payloads_travel_in_several_messages(
     monkeypatch.setattr("bridge.producer.producer._MESSAGE_BYTES", 1000)
     payload = make_rows(Part.KV, range(100))
     with RecordProducer(endpoint) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         producer.send_rows(Part.KV, range(100), payload, "v")
         producer.send_trajectory("t", 0, range(100), range(100), "finished")
         producer.flush()
@@ -129,7 +129,7 @@ def test_a_full_store_makes_the_engine_wait_until_there_is_room_and_loses_nothin
     endpoint = serve(MemoryStore(160 << 10))
     payload = np.repeat(make_rows(Part.FORWARD, range(100)), 20, axis=0)
     with RecordProducer(endpoint, resend_after_s=0.1) as producer, TraceClient(endpoint) as trainer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         producer.send_rows(Part.FORWARD, range(2000), payload, "v")
         producer.flush()
         producer.send_rows(Part.FORWARD, range(2000, 4000), payload, "v")
@@ -159,7 +159,7 @@ def test_an_engine_that_waits_for_a_full_store_is_told_so_at_its_deadline(
         ) as producer,
         TraceClient(endpoint) as trainer,
     ):
-        producer.hello("e", layout)
+        producer.register("e", layout)
         producer.send_rows(Part.FORWARD, range(2000), payload, "v")
         producer.flush()
         producer.send_rows(Part.FORWARD, range(2000, 4000), payload, "v")
@@ -187,7 +187,7 @@ def test_an_engine_that_may_drop_does_not_wait_for_a_full_store_for_ever(
     with closing(
         RecordProducer(endpoint, resend_after_s=0.1, deadline_s=0.5, overflow=Overflow.DROP)
     ) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         producer.send_rows(Part.FORWARD, range(2000), payload, "v")
         producer.flush()
         long = range(1 << 16)
@@ -204,7 +204,7 @@ def test_an_engine_that_may_drop_goes_on_and_says_how_many_rows_are_missing(
     endpoint = serve(MemoryStore(216 << 10))
     payload = np.repeat(make_rows(Part.FORWARD, range(100)), 20, axis=0)
     with RecordProducer(endpoint, overflow=Overflow.DROP) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         producer.send_trajectory("t", 0, range(4000), range(4000), "finished")
         for first in (0, 2000):
             rows = range(first, first + 2000)
@@ -227,7 +227,7 @@ def test_what_an_engine_that_may_drop_keeps_for_a_stalled_bridge_is_bounded(
     with RecordProducer(
         bridge.endpoint, window_bytes=window, overflow=Overflow.DROP, resend_after_s=0.3
     ) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         os.kill(bridge.process.pid, signal.SIGSTOP)
         for first in range(0, 50_000, 50):
             producer.send_rows(Part.FORWARD, range(first, first + 50), payload, "v")
@@ -246,7 +246,7 @@ def test_rows_that_do_not_fit_the_hello_are_a_schema_mismatch(
     endpoint: str, layout: RecordLayout
 ) -> None:
     with closing(RecordProducer(endpoint)) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
 
         def send() -> None:
             """A quick answer is raised by the first of these, a slow one by the second."""
@@ -262,7 +262,7 @@ def test_what_the_bridge_cannot_accept_is_told_once_and_not_sent_again(
 ) -> None:
     payload = make_rows(Part.FORWARD, [0])
     with RecordProducer(endpoint) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
 
         def send() -> None:
             producer.send_rows(Part.FORWARD, [-5], payload, "v")
@@ -283,7 +283,7 @@ def test_a_memory_daemon_restarted_on_the_endpoint_gets_hello_and_unacknowledged
     first = start_process()
     payload = make_rows(Part.FORWARD, range(6))
     with RecordProducer(first.endpoint, resend_after_s=0.5, deadline_s=120) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         os.kill(first.process.pid, signal.SIGINT)  # as Ctrl-C does
         assert first.process.wait(30) == 0
         producer.send_rows(Part.FORWARD, range(6), payload, "v")
@@ -304,7 +304,7 @@ def test_no_acknowledged_row_is_lost_and_no_wrong_row_served_when_the_daemon_is_
     payload = make_rows(Part.FORWARD, range(6000))
     bridge = start_process(tmp_path)
     producer = RecordProducer(bridge.endpoint, resend_after_s=0.5, deadline_s=120)
-    producer.hello("e", layout)
+    producer.register("e", layout)
     producer.send_trajectory("t", 0, range(6000), range(6000), "open")
     _kill_during_stream(bridge, producer, payload, range(0, 3000, 2))
     acknowledged = producer.acknowledged_rows

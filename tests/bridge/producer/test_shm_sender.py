@@ -54,7 +54,7 @@ def test_the_bridge_reads_what_was_put(sender: ShmSender) -> None:
         message = in_shm(sender, rows)
         read = segments.rows(PEER, message)
         np.testing.assert_array_equal(read.payload, rows.payload)
-        assert read.block == message.block
+        assert read.header == message.header
         sender.release(message)
 
 
@@ -177,7 +177,7 @@ def stream(
     """Send rows in many messages; return what a trainer reads and how many were acknowledged."""
     count = len(payload)
     with RecordProducer(endpoint, resend_after_s=0.5) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         for begin in range(0, count, 10):
             numbers = range(begin, begin + 10)
             producer.send_rows(Part.FORWARD, numbers, payload[begin : begin + 10], "v")
@@ -230,7 +230,7 @@ def test_rows_that_are_damaged_in_memory_are_sent_themselves(
         if in_shm is None or damaged:
             return in_shm
         damaged.append(True)
-        return RowsInShm(in_shm.block, in_shm.buffer, in_shm.stamp ^ 1)
+        return RowsInShm(in_shm.header, in_shm.buffer, in_shm.stamp ^ 1)
 
     monkeypatch.setattr(ShmSender, "put", damaging)
     payload = make_rows(Part.FORWARD, range(400))
@@ -249,7 +249,7 @@ def test_a_late_copy_of_a_message_that_was_answered_changes_nothing(
     monkeypatch.setattr("bridge.producer.shm_sender._MIN_BYTES", 1)
     first, second = (make_rows(Part.FORWARD, range(20 * n, 20 * n + 20)) for n in range(2))
     with RecordProducer(endpoint) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         producer.send_rows(Part.FORWARD, range(20), first, "v")
         (kept,) = producer._kept.values()
         frames = [bytes(frame) for frame in kept.frames]
@@ -268,7 +268,7 @@ def test_the_memory_is_the_engines_own_and_goes_with_it(
     start_process: Callable[..., EmbeddedBridge], layout: RecordLayout
 ) -> None:
     producer = RecordProducer(start_process().endpoint)
-    producer.hello("e", layout)
+    producer.register("e", layout)
     width = layout.row_bytes(Part.FORWARD)
     count = (1 << 20) // width
     before = memory_files()

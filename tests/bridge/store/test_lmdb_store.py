@@ -115,7 +115,7 @@ def test_a_row_that_stands_in_the_place_of_another_is_missing(
     payload = make_rows(Part.FORWARD, range(200))
     endpoint = serve(DiskStore(tmp_path, LIMIT))
     with RecordProducer(endpoint) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         producer.send_rows(Part.FORWARD, range(200), payload, "v")
         producer.send_trajectory("t", 0, range(200), range(200), "finished")
     file = tmp_path / "data.mdb"
@@ -141,7 +141,7 @@ def test_an_altered_row_is_missing_and_its_neighbours_are_not(
     store = DiskStore(tmp_path, LIMIT)
     endpoint = serve(store)
     with RecordProducer(endpoint) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         producer.send_rows(Part.FORWARD, range(200), payload, "v")
         producer.send_trajectory("t", 0, range(200), range(200), "finished")
     _alter(tmp_path / "data.mdb", payload[70].tobytes())
@@ -162,7 +162,7 @@ def test_an_altered_journal_entry_costs_its_rows_only(
 ) -> None:
     endpoint = serve(DiskStore(tmp_path / "one", LIMIT))
     with RecordProducer(endpoint) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         for row in range(3):
             producer.send_rows(Part.FORWARD, [row], make_rows(Part.FORWARD, [row]), f"version{row}")
         producer.send_trajectory("t", 0, range(3), range(3), "finished")

@@ -188,7 +188,7 @@ def test_an_acknowledged_row_survives_kill_9_of_the_daemon(
     for turn in range(5):
         bridge = start_process(tmp_path, mooncake=shared_pool.master, memory_limit="1MiB")
         with RecordProducer(bridge.endpoint) as producer:
-            producer.hello(f"e{turn}", layout)
+            producer.register(f"e{turn}", layout)
             rows = range(turn * 100, turn * 100 + 100)
             producer.send_rows(Part.FORWARD, rows, payload[rows.start : rows.stop], "v")
             producer.send_trajectory(f"t{turn}", 0, range(100), rows, "finished")
@@ -219,7 +219,7 @@ def test_rows_on_their_way_at_kill_9_are_sent_again_and_nothing_stays_behind(
     bridge = start_process(tmp_path, **options)
     payload = make_rows(Part.FORWARD, range(400))
     with RecordProducer(endpoint) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         for row in range(400):
             producer.send_rows(Part.FORWARD, [row], payload[row : row + 1], "v")
             if row % 100 == 50:
@@ -294,7 +294,7 @@ def test_rows_that_the_pool_alters_or_loses_are_missing_and_their_neighbours_are
     store = MooncakeStore(tmp_path / "store", JOURNAL, shared_pool.master)
     endpoint = serve(store)
     with RecordProducer(endpoint) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         for begin in (0, 100):
             rows = range(begin, begin + 100)
             producer.send_rows(Part.FORWARD, rows, payload[begin : begin + 100], "v")
@@ -325,7 +325,7 @@ def test_without_its_pool_a_bridge_refuses_and_serves_again_when_it_is_back(
     store = MooncakeStore(tmp_path, JOURNAL, mortal_pool.master)
     endpoint = serve(store)
     with RecordProducer(endpoint) as producer, TraceClient(endpoint, timeout_s=60) as client:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         producer.send_rows(Part.FORWARD, range(2), payload[:2], "v")
         producer.send_trajectory("t", 0, range(4), range(4), "finished")
         producer.flush()

@@ -38,7 +38,7 @@ def test_a_copy_of_a_store_that_is_written_to_has_all_that_was_acknowledged_befo
     bridge = start_process(tmp_path / "store")
     stop = threading.Event()
     with RecordProducer(bridge.endpoint) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         producer.send_rows(Part.FORWARD, range(300), make_rows(Part.FORWARD, range(300)), "v")
         producer.send_trajectory("t", 0, range(300), range(300), "finished")
         producer.flush()

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.transport.bridge_sharding import (
-    MOST_BRIDGES,
+    MAX_BRIDGES,
     InvalidEndpoints,
     counts_of,
-    home_of,
-    homes_of,
     parse_endpoints,
     row_number,
+    shard_of,
+    shards_of,
 )
 
 
@@ -25,11 +25,11 @@ from bridge.transport.bridge_sharding import (
     [("t", 2, 45), ("trajectory-7", 0, 60), ("é\ud800", 1, 12)],
 )
 def test_known_homes(name: str, of_three: int, of_sixty_four: int) -> None:
-    assert [home_of(name, bridges) for bridges in (1, 3, 64)] == [0, of_three, of_sixty_four]
+    assert [shard_of(name, bridges) for bridges in (1, 3, 64)] == [0, of_three, of_sixty_four]
 
 
 def test_every_bridge_is_the_home_of_a_fair_share() -> None:
-    shares = np.bincount([home_of(f"t{number}", 8) for number in range(8000)], minlength=8)
+    shares = np.bincount([shard_of(f"t{number}", 8) for number in range(8000)], minlength=8)
     assert len(shares) == 8
     assert 850 < shares.min() <= shares.max() < 1150
 
@@ -39,18 +39,18 @@ def test_a_rows_number_has_the_home_above_48_bits_of_count() -> None:
     assert row_number((1 << 48) - 1, 0) == 0xFFFF_FFFF_FFFF
 
 
-@given(count=st.integers(0, (1 << 48) - 1), home=st.integers(0, MOST_BRIDGES - 1))
+@given(count=st.integers(0, (1 << 48) - 1), home=st.integers(0, MAX_BRIDGES - 1))
 def test_home_and_count_come_back_from_a_rows_number(count: int, home: int) -> None:
     number = row_number(count, home)
-    assert (homes_of(number), counts_of(number)) == (home, count)
+    assert (shards_of(number), counts_of(number)) == (home, count)
     numbers = np.array([number, number])
-    assert homes_of(numbers).tolist() == [home] * 2
+    assert shards_of(numbers).tolist() == [home] * 2
     assert counts_of(numbers).tolist() == [count] * 2
 
 
 def test_a_position_without_a_row_has_no_home() -> None:
-    assert homes_of(-1) == -1
-    assert homes_of(np.array([-1])).tolist() == [-1]
+    assert shards_of(-1) == -1
+    assert shards_of(np.array([-1])).tolist() == [-1]
 
 
 def test_endpoints_keep_their_order_without_the_blanks() -> None:

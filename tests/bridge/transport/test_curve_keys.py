@@ -113,7 +113,7 @@ def test_clients_with_keys_write_and_read_records(
 ) -> None:
     payload = make_rows(Part.FORWARD, range(3))
     with RecordProducer(guarded, keys=keys / "rollout.keys") as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         producer.send_rows(Part.FORWARD, range(3), payload, "v")
         producer.send_trajectory("t", 0, range(4), [0, 1, 2, -1], "finished")
     with TraceClient(guarded, keys=keys / "trainer.keys") as client:
@@ -137,7 +137,7 @@ def test_records_are_not_to_be_read_on_the_wire_with_keys_and_are_without(
         Tap(int(endpoint.rpartition(":")[2])) as tap,
         RecordProducer(tap.endpoint, keys=keys / "rollout.keys" if encrypted else None) as producer,
     ):
-        producer.hello("engine-name", layout)
+        producer.register("engine-name", layout)
         producer.send_rows(Part.FORWARD, range(3), payload, "v")
         producer.flush()
     assert len(tap.heard) > payload.nbytes
@@ -187,7 +187,7 @@ def test_a_stranger_gets_a_sentence_and_its_messages_are_never_parsed(
         closing(RecordProducer(guarded, keys=file, deadline_s=1.0, resend_after_s=0.4)) as producer,
         pytest.raises(BridgeUnreachable, match=remedy),
     ):
-        producer.hello("e", layout)
+        producer.register("e", layout)
     stats = _stats(guarded, keys)
     assert stats.refused_peers >= 2
     assert (stats.refused, stats.messages, stats.engines) == (0, 0, 0)
@@ -336,5 +336,5 @@ def test_names_that_are_no_names_are_refused(tmp_path: Path, name: str) -> None:
 
 def test_a_clients_key_is_not_replaced_by_accident(keys: Path) -> None:
     before = (keys / "bridge.keys").read_text()
-    assert "is there already" in _error("keys", str(keys), "new", "trainer")
+    assert "exists already" in _error("keys", str(keys), "new", "trainer")
     assert (keys / "bridge.keys").read_text() == before

@@ -44,7 +44,7 @@ MakeRows = Callable[..., NDArray[np.uint8]]
 def producer(endpoint: str, layout: RecordLayout) -> Iterator[RecordProducer]:
     """Trajectory "t": positions 0..59 are rows 0..59 with tokens alike."""
     with RecordProducer(endpoint) as connected:
-        connected.hello("e", layout)
+        connected.register("e", layout)
         yield connected
 
 
@@ -81,7 +81,7 @@ def _assert_right(records: TrajectoryRecords, payload: dict[Part, NDArray[np.uin
 def arrived(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     """The kinds of the messages that brought rows."""
     kinds: list[type] = []
-    told = Connection._told
+    told = Connection._next
 
     def watched(self: Connection, *arguments: Any) -> Any:
         reply = told(self, *arguments)
@@ -89,7 +89,7 @@ def arrived(monkeypatch: pytest.MonkeyPatch) -> list[type]:
             kinds.append(type(reply))
         return reply
 
-    monkeypatch.setattr(Connection, "_told", watched)
+    monkeypatch.setattr(Connection, "_next", watched)
     return kinds
 
 
@@ -175,9 +175,9 @@ def test_a_question_that_is_asked_twice_while_its_answer_is_copied(
     monkeypatch.setattr(connection_module, "queue_for_sending", noting)
     end = time.monotonic() + 30
     with closing(Connection(endpoint)) as reader:
-        seq = reader.say(Fetch("t"))
+        seq = reader.send(Fetch("t"))
         (question,) = asked
-        reader.reply(seq, FetchReply, end)
+        reader.receive(seq, FetchReply, end)
 
         def read_while_it_is_asked_again() -> NDArray[np.uint8]:
             with reader.rows(seq, end) as piece:
@@ -190,7 +190,7 @@ def test_a_question_that_is_asked_twice_while_its_answer_is_copied(
 
         copied = read_while_it_is_asked_again()
         np.testing.assert_array_equal(copied, payload[Part.FORWARD][:_ROWS])
-        reader.forget([seq])
+        reader.cancel([seq])
     with TraceClient(endpoint) as client:
         _assert_right(client.fetch("t"), payload)
 
@@ -338,7 +338,7 @@ def test_the_memory_of_a_client_that_is_killed_is_let_go_and_others_are_served(
     rows = make_rows(Part.FORWARD, range(20))
     before = mapped()
     with RecordProducer(endpoint) as producer:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         producer.send_rows(Part.FORWARD, range(20), rows, "v")
         producer.send_trajectory("t", 0, range(20), range(20), "finished")
     killed = subprocess.Popen([sys.executable, "-c", _FETCH_ON, endpoint], stdout=subprocess.PIPE)

@@ -231,7 +231,7 @@ def test_rows_and_positions_far_apart_cannot_take_more_than_the_memory_limit(
     limit = 32 << 20
     endpoint = serve(MemoryStore(limit))
     with closing(RecordProducer(endpoint)) as producer, TraceClient(endpoint) as client:
-        producer.hello("e", layout)
+        producer.register("e", layout)
         width = layout.row_bytes(Part.FORWARD)
         apart = np.arange(20_000) << 20
         producer.send_rows(Part.FORWARD, apart, np.zeros((20_000, width), np.uint8), "v")
@@ -314,7 +314,7 @@ def test_a_client_refuses_pages_that_it_did_not_ask_for() -> None:
     page = _example("fetch_reply")
     assert isinstance(page, FetchReply)
     short = Page(replace(page, start=0, length=4), iter([]))
-    with pytest.raises(CorruptMessage, match="none of those"):
+    with pytest.raises(CorruptMessage, match="does not continue"):
         join(iter([short, short]), None)
 
 
@@ -364,16 +364,16 @@ def test_a_client_refuses_a_page_that_does_not_begin_where_the_one_before_it_end
             self.asked: list[Fetch] = []
             self.pages = list(pages)
 
-        def say(self, question: Fetch) -> int:
-            self.asked.append(question)
+        def send(self, request: Fetch) -> int:
+            self.asked.append(request)
             return len(self.asked)
 
-        def reply(self, *_: Any) -> FetchReply:
+        def receive(self, *_: Any) -> FetchReply:
             return self.pages.pop(0)
 
-        def finish(self, _: int) -> None: ...
+        def complete(self, _: int) -> None: ...
 
-        def forget(self, seqs: Iterator[int]) -> None:
+        def cancel(self, seqs: Iterator[int]) -> None:
             list(seqs)
 
     def heads(bridge: Bridge) -> list[int]:
@@ -383,5 +383,5 @@ def test_a_client_refuses_a_page_that_does_not_begin_where_the_one_before_it_end
     bridge = Bridge(first, right, replace(first, start=8))
     assert heads(bridge) == [2, 5, 8]
     assert [(each.start, each.stop) for each in bridge.asked] == [(5, 8), (8, 9)]
-    with pytest.raises(CorruptMessage, match="none of those"):
+    with pytest.raises(CorruptMessage, match="does not continue"):
         heads(Bridge(first, replace(right, **changes)))

@@ -171,7 +171,7 @@ def fetched(batches: Batches, models: list[Any]) -> Batches:
     """The same batches with the records as a bridge sends them to this rank."""
     bridge = spawn.start()
     with RecordProducer(bridge.endpoint) as producer, TraceClient(bridge.endpoint) as client:
-        producer.hello("engine", FULL_LAYOUT)
+        producer.register("engine", FULL_LAYOUT)
         first = 0
         for sequences, records in batches:
             for tokens, record in zip(sequences, records, strict=True):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bridge.fp4.bit_planes import pack_planes
-from bridge.fp4.guided_rounding import Reading
+from bridge.fp4.guided_rounding import MatchRule
 from bridge.fp4.nvfp4 import Fp4Tensor, quantize_nvfp4, token_scale
 from bridge.fp4.scale_bits import pack_low_scales
 from bridge.layout import SiteRecord
@@ -76,7 +76,7 @@ def test_rows_of_a_wider_tensor_are_read_where_they_lie() -> None:
     bits_left_out=st.integers(0, 4),
     record_scale_bits=st.sampled_from([2, 8]),
     scale_bits=st.sampled_from([2, 8]),
-    reading=st.sampled_from(list(Reading)),
+    reading=st.sampled_from(list(MatchRule)),
     per_row=st.booleans(),
     compare=st.booleans(),
     counting=st.booleans(),
@@ -90,7 +90,7 @@ def test_guided_rounding_and_counts_are_those_of_the_reference(
     bits_left_out: int,
     record_scale_bits: int,
     scale_bits: int,
-    reading: Reading,
+    reading: MatchRule,
     per_row: bool,
     compare: bool,
     counting: bool,
@@ -134,7 +134,7 @@ def test_guided_rounding_and_counts_are_those_of_the_reference(
             record_scale_bits,
             bits,
             scale_bits,
-            reading is Reading.NEAREST,
+            reading is MatchRule.NEAREST,
             compare,
             found_counts if counting else None,
         ),

@@ -42,7 +42,7 @@ def records(lib: Any, weights: Weights, sequences: list[Tensor]) -> Any:
 def client(lib: Any, sequences: list[Tensor], records: Any) -> Iterator[TraceClient]:
     bridge = spawn.start()
     with RecordProducer(bridge.endpoint) as producer, TraceClient(bridge.endpoint) as asking:
-        producer.hello("engine", lib.FULL_LAYOUT)
+        producer.register("engine", lib.FULL_LAYOUT)
         first = 0
         for tokens, record in zip(sequences, records, strict=True):
             rows = torch.arange(first, first + len(tokens) - 1)

@@ -53,7 +53,7 @@ def client(direct: list[Any], sequences: list[Tensor]) -> Iterator[TraceClient]:
     """A bridge that holds both trajectories; the second one refers to the first one's prompt."""
     bridge = spawn.start()
     with RecordProducer(bridge.endpoint) as producer, TraceClient(bridge.endpoint) as asking:
-        producer.hello("engine", direct[0].layout, KV_SCALES)
+        producer.register("engine", direct[0].layout, KV_SCALES)
         first_row = 0
         for i, (record, tokens) in enumerate(zip(direct, sequences, strict=True)):
             new = slice(0 if i == 0 else PROMPT_TOKENS, len(tokens) - 1)
@@ -166,7 +166,7 @@ def test_rows_on_their_way_are_waited_for_and_lost_ones_are_an_error(
     record, tokens, name = direct[0], sequences[0], f"late-{arrives}"
     rows = torch.arange(len(tokens) - 1)
     with RecordProducer(client.endpoint) as producer, ThreadPoolExecutor(1) as trainer:
-        producer.hello(name, record.layout, KV_SCALES)
+        producer.register(name, record.layout, KV_SCALES)
         producer.send_rows(Part.FORWARD, rows, record.forward[:-1], "4")
         producer.send_rows(Part.KV, rows[:-1], record.kv[:-2], "4")
         told = torch.cat((rows, torch.tensor([-1])))

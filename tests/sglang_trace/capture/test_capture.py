@@ -13,7 +13,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from bridge.layout import ModelShape, Part, RecordLayout, Site
-from bridge.transport.bridge_sharding import home_of, row_number
+from bridge.transport.bridge_sharding import row_number, shard_of
 from bridge.wire import TrajectoryState
 from sglang_trace.capture.capture import Capture, ForwardNotUnderstood, batched, spans_of
 from sglang_trace.capture.events import Event, RowsEvent, TrajectoryEvent
@@ -197,7 +197,7 @@ def test_rows_are_numbered_with_the_bridge_of_the_trajectory_that_they_are_compu
     outbox: Outbox,
 ) -> None:
     first, second = (
-        request(next(f"t{n}" for n in count() if home_of(f"t{n}", 2) == home), [7, 9], [1])
+        request(next(f"t{n}" for n in count() if shard_of(f"t{n}", 2) == home), [7, 9], [1])
         for home in (0, 1)
     )
     staging = Staging(LAYOUT, 16, "cpu")

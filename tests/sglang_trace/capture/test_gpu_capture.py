@@ -232,7 +232,7 @@ def test_decode_graphs_record_each_row_once_without_a_wait_and_no_padding() -> N
     bridge = spawn.start()
     shipper = Shipper(
         lambda: RecordProducers([RecordProducer(bridge.endpoint)]),
-        lambda producer: producer.hello("engine", layout),
+        lambda producer: producer.register("engine", layout),
         layout,
     )
     capture = Capture(model, layout, None, Ledger(64, "cuda"), Staging(layout, 8, "cuda"), shipper)

@@ -17,7 +17,7 @@ from bridge.errors import NonFiniteActivation
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from bridge.producer.producer import Overflow, RecordProducer
 from bridge.producer.sharded import RecordProducers
-from bridge.transport.bridge_sharding import home_of, parse_endpoints
+from bridge.transport.bridge_sharding import parse_endpoints, shard_of
 from sglang_trace.capture.capture import Capture, kv_source
 from sglang_trace.capture.kv_cpu import KVReader
 from sglang_trace.capture.kv_gpu import KVGather
@@ -58,7 +58,7 @@ def shipper_to(endpoint: str, overflow: Overflow = Overflow.BLOCK) -> Shipper:
         lambda: RecordProducers(
             RecordProducer(each, overflow=overflow) for each in parse_endpoints(endpoint)
         ),
-        lambda producer: producer.hello("engine", LAYOUT),
+        lambda producer: producer.register("engine", LAYOUT),
         LAYOUT,
         overflow,
     )
@@ -124,7 +124,7 @@ def test_gathered_records_are_those_that_a_cpu_reads(
 
 def test_gathered_rows_go_to_the_bridges_that_their_numbers_name(bridge: str, pool: Any) -> None:
     """The first bridge is the home of "d" and of the prefix, the second one of "a"."""
-    assert [home_of(name, 2) for name in ("d", "a")] == [0, 1]
+    assert [shard_of(name, 2) for name in ("d", "a")] == [0, 1]
     second = spawn.start()
     both = f"{bridge},{second.endpoint}"
     shipper = shipper_to(both)

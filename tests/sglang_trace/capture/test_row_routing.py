@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.transport.bridge_sharding import counts_of, home_of, homes_of
+from bridge.transport.bridge_sharding import counts_of, shard_of, shards_of
 from sglang_trace.capture.ledger import Ledger, Span
 from sglang_trace.capture.row_routing import RowHomes
 
@@ -24,7 +24,7 @@ def test_shipped_rows_have_the_ledgers_numbers(
     expected: list[int] = []
     for requests in passes:
         spans = [
-            Span(f"t{rid}", 0, length, home_of(f"t{rid}", bridges)) for rid, length in requests
+            Span(f"t{rid}", 0, length, shard_of(f"t{rid}", bridges)) for rid, length in requests
         ]
         count = sum(span.length for span in spans)
         slots = torch.arange(filled, filled + count)
@@ -32,12 +32,12 @@ def test_shipped_rows_have_the_ledgers_numbers(
         homes.keep(first, spans)
         filled += count
         expected += ledger.read("nobody", slots).tolist()
-        assert homes_of(ledger.read("nobody", slots).numpy()).tolist() == [
-            home_of(f"t{rid}", bridges) for rid, length in requests for _ in range(length)
+        assert shards_of(ledger.read("nobody", slots).numpy()).tolist() == [
+            shard_of(f"t{rid}", bridges) for rid, length in requests for _ in range(length)
         ]
         for span in spans:
             last = ledger.own_rows(span.request, span.length)
-            assert set(homes_of(last.numpy())) == {span.home}
+            assert set(shards_of(last.numpy())) == {span.home}
     shipped: list[int] = []
     while len(shipped) < len(expected):
         count = data.draw(st.integers(1, len(expected) - len(shipped)))
@@ -52,4 +52,4 @@ def test_padding_has_a_number_too() -> None:
     ledger.record(torch.tensor([3, 4, 0, 0]), [Span("a", 0, 2, home=1)])
     assert ledger.next_row == 4
     rows = ledger.read("nobody", torch.tensor([3, 4]))
-    assert (counts_of(rows.numpy()).tolist(), homes_of(rows.numpy()).tolist()) == ([0, 1], [1, 1])
+    assert (counts_of(rows.numpy()).tolist(), shards_of(rows.numpy()).tolist()) == ([0, 1], [1, 1])

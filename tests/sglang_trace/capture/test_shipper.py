@@ -35,7 +35,7 @@ def bridge() -> Iterator[str]:
 def shipper_to(endpoint: str, overflow: Overflow = Overflow.BLOCK, **options: float) -> Shipper:
     return Shipper(
         lambda: RecordProducers([RecordProducer(endpoint, overflow=overflow, **options)]),
-        lambda producer: producer.hello("engine", LAYOUT),
+        lambda producer: producer.register("engine", LAYOUT),
         LAYOUT,
         overflow,
     )

@@ -11,7 +11,7 @@ import pytest
 from bridge.client.client import TraceClient
 from bridge.daemon import spawn
 from bridge.layout import Site
-from bridge.transport.bridge_sharding import home_of
+from bridge.transport.bridge_sharding import shard_of
 from tests.sglang_trace.conftest import CAPTURE_FLAGS, SERVER_FLAGS
 from tests.sglang_trace.live_server import LiveServer, serving, tokens_of
 from tests.sglang_trace.reference_model import ReferenceModel
@@ -55,7 +55,7 @@ def test_a_group_whose_trajectories_live_on_two_bridges_shares_its_prompts_rows(
 ) -> None:
     prompt = prompt_of(40, salt=1)
     names = [f"prompt-1/{sample}" for sample in range(6)]
-    assert {home_of(name, 2) for name in names} == {0, 1}
+    assert {shard_of(name, 2) for name in names} == {0, 1}
     live.generate("prompt-1/first", prompt, 4)
     replies = live.generate_together(
         [{"rid": name, "prompt": prompt, "new_tokens": 8} for name in names]
@@ -83,7 +83,7 @@ def test_a_killed_bridge_is_made_up_for_when_it_is_back(
     bridges[1].process.wait()
     prompt = prompt_of(30, salt=2)
     names = [f"prompt-2/{sample}" for sample in range(6)]
-    assert {home_of(name, 2) for name in names} == {0, 1}
+    assert {shard_of(name, 2) for name in names} == {0, 1}
     replies = live.generate_together(
         [{"rid": name, "prompt": prompt, "new_tokens": 6} for name in names]
     )
