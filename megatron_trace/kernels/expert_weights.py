@@ -120,15 +120,6 @@ def expand(
 
 
 @triton.jit
-def _matrix_of(pointers, expert, IS_BF16: tl.constexpr):
-    address = tl.load(pointers + expert)
-    if IS_BF16:
-        return address.to(tl.pointer_type(tl.bfloat16))
-    else:
-        return address.to(tl.pointer_type(tl.float32))
-
-
-@triton.jit
 def _magnitude(word, IS_BF16: tl.constexpr):
     """Return the bits of the largest magnitude, as FP32, of the 4 BF16 or 2 FP32 of a word."""
     if IS_BF16:
@@ -195,16 +186,25 @@ def _quantize_changed(
         scale = _scale_of(largest, THROUGH_BF16)
         block_B = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
         live_B = block_B < blocks
-        value_BS = block_B[:, None].to(tl.int64) * 16 + tl.arange(0, 16)[None, :]
-        value_BS += tl.program_id(1).to(tl.int64) * blocks * 16
-        matrix = _matrix_of(pointers, expert, IS_BF16)
-        x_BS = upcast(tl.load(matrix + value_BS, mask=live_B[:, None], other=0.0))
-        if THROUGH_BF16:
-            x_BS = upcast(round_bf16(x_BS)) if not IS_BF16 else x_BS
-            codes_BS, scales_B = _quantize_bf16(x_BS, scale)
+        source_B = (tl.program_id(1).to(tl.int64) * blocks + block_B)[:, None]
+        if IS_BF16:
+            # Two values a word: what shares a byte of code words lies in one register.
+            words = tl.load(pointers + expert).to(tl.pointer_type(tl.int32))
+            word_BH = source_B * 8 + tl.arange(0, 8)[None, :]
+            word_BH = tl.load(words + word_BH, mask=live_B[:, None], other=0)
+            first_BH, second_BH = float_of(word_BH << 16), float_of(word_BH & -65536)
+            bits_BH = tl.maximum(magnitude_bits(first_BH), magnitude_bits(second_BH))
+            effective_B, scales_B = _block_scales(tl.max(bits_BH, axis=1), scale)
+            low_BH = _encode_bf16(first_BH, effective_B)
+            high_BH = _encode_bf16(second_BH, effective_B)
         else:
+            matrix = tl.load(pointers + expert).to(tl.pointer_type(tl.float32))
+            value_BS = source_B * 16 + tl.arange(0, 16)[None, :]
+            x_BS = tl.load(matrix + value_BS, mask=live_B[:, None], other=0.0)
+            if THROUGH_BF16:
+                x_BS = upcast(round_bf16(x_BS))
             codes_BS, scales_B, _ = quantize_nvfp4_blocks(x_BS, scale)
-        low_BH, high_BH = tl.split(tl.reshape(codes_BS, (BLOCKS, 8, 2)))
+            low_BH, high_BH = tl.split(tl.reshape(codes_BS, (BLOCKS, 8, 2)))
         packed_BH = (low_BH | (high_BH << 4)).to(tl.uint8)
         block_B = at * blocks + block_B
         byte_BH = block_B[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -213,24 +213,29 @@ def _quantize_changed(
 
 
 @triton.jit
-def _quantize_bf16(x_BS, global_scale):
-    """`quantize_nvfp4_blocks` of BF16 values, with one division per block.
+def _block_scales(amax_bits_B, global_scale):
+    """Return effective scales and E4M3 bits of blocks with these largest magnitudes."""
+    amax_B = float_of(amax_bits_B)
+    global_B = tl.broadcast_to(global_scale, amax_B.shape)
+    six_B = tl.full(amax_B.shape, 6.0, tl.float32)
+    scales_B = encode_e4m3(tl.div_rn(tl.div_rn(amax_B, six_B), global_B))
+    return decode_e4m3(scales_B) * global_B, scales_B
+
+
+@triton.jit
+def _encode_bf16(x_BH, effective_B):
+    """`encode_blocks` of BF16 values, with one division per block.
 
     A BF16 value has 8 significant bits, a block's scale 4 and a midpoint between code words 3. So a
     quotient is a midpoint or at least 2^-9 of it away, and a product with the reciprocal is within
     2^-22 of the quotient. Rounded to 16 bits it is on the same side, and midpoints are exact.
     """
-    amax_B = float_of(tl.max(magnitude_bits(x_BS), axis=1))
-    global_B = tl.broadcast_to(global_scale, amax_B.shape)
-    six_B = tl.full(amax_B.shape, 6.0, tl.float32)
-    scales_B = encode_e4m3(tl.div_rn(tl.div_rn(amax_B, six_B), global_B))
-    effective_B = decode_e4m3(scales_B) * global_B
-    # A scale that is zero or NaN gives code words 0.
-    one_B = tl.full(amax_B.shape, 1.0, tl.float32)
-    inverse_B = tl.where(effective_B > 0, tl.div_rn(one_B, effective_B), 0.0)
-    z_BS = x_BS * tl.expand_dims(inverse_B, 1)
-    z_BS = float_of((z_BS.to(tl.int32, bitcast=True) + 0x80) & -256)
-    return tl.where(tl.expand_dims(effective_B, 1) > 0, encode_e2m1(z_BS), 0), scales_B
+    is_scaled_B = effective_B > 0  # zero or NaN gives code words 0
+    one_B = tl.full(effective_B.shape, 1.0, tl.float32)
+    inverse_B = tl.where(is_scaled_B, tl.div_rn(one_B, effective_B), 0.0)
+    z_BH = x_BH * tl.expand_dims(inverse_B, 1)
+    z_BH = float_of((z_BH.to(tl.int32, bitcast=True) + 0x80) & -256)
+    return tl.where(tl.expand_dims(is_scaled_B, 1), encode_e2m1(z_BH), 0)
 
 
 @triton.jit
@@ -250,14 +255,18 @@ def _expand(
     live_B = block_B < blocks
     block_B = at * blocks + block_B
     byte_BH = block_B[:, None] * 8 + tl.arange(0, 8)[None, :]
-    value_BS = block_B[:, None] * 16 + tl.arange(0, 16)[None, :]
     packed_BH = tl.load(codes + byte_BH, mask=live_B[:, None], other=0).to(tl.int32)
-    codes_BS = tl.reshape(tl.join(packed_BH & 0xF, packed_BH >> 4), (BLOCKS, 16))
-    effective_B = decode_e4m3(tl.load(scales + block_B, mask=live_B, other=0).to(tl.int32)) * scale
-    y_BS = decode_e2m1(codes_BS) * tl.expand_dims(effective_B, 1)
+    scale_B = tl.load(scales + block_B, mask=live_B, other=0).to(tl.int32)
+    effective_B1 = tl.expand_dims(decode_e4m3(scale_B) * scale, 1)
+    first_BH = decode_e2m1(packed_BH & 0xF) * effective_B1
+    second_BH = decode_e2m1(packed_BH >> 4) * effective_B1
     if values.dtype.element_ty == tl.bfloat16:
         # A code word has 2 significant bits and a scale 4: BF16 holds the product exactly.
-        high_BS = (y_BS.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
-        tl.store(values + value_BS, high_BS.to(tl.bfloat16, bitcast=True), mask=live_B[:, None])
+        low_BH = (first_BH.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+        high_BH = second_BH.to(tl.int32, bitcast=True) & -65536
+        words = values.to(tl.pointer_type(tl.int32))
+        tl.store(words + byte_BH, low_BH | high_BH, mask=live_B[:, None])
     else:
+        y_BS = tl.reshape(tl.join(first_BH, second_BH), (BLOCKS, 16))
+        value_BS = block_B[:, None] * 16 + tl.arange(0, 16)[None, :]
         tl.store(values + value_BS, y_BS, mask=live_B[:, None])

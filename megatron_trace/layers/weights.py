@@ -78,7 +78,7 @@ class GroupedWeights:
             rounded: Sequence[Tensor] = self.group.rounded().unbind()
         else:
             pairs = zip(self.each, weights, strict=True)
-            rounded = [site.rounded_alone(weight) for site, weight in pairs]
+            rounded = [site.rounded_alone(weight).view_as(weight) for site, weight in pairs]
         return straight_through_all(weights, rounded, fuses_grads=self.fuses_grads)
 
     def free(self) -> int:

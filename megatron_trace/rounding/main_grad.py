@@ -24,7 +24,7 @@ def straight_through_all(
 
     Args:
         parameters: of one dtype; what is not trained gets no gradient.
-        rounded: as many, of the same shapes and dtype.
+        rounded: as many, of the same shapes and dtype, each a view or tensor made for this call.
         fuses_grads: whether the backward of the layer that uses them adds to `main_grad` itself.
     """
     through = _StraightThroughAll.apply(list(rounded), fuses_grads, *parameters)  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ class _StraightThroughAll(torch.autograd.Function):
         ctx: Any, rounded: list[Tensor], fuses_grads: bool, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.parameters = parameters if fuses_grads else ()
-        return tuple(weight.view_as(weight) for weight in rounded)
+        return tuple(rounded)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
