@@ -120,7 +120,7 @@ class Tier:
         self._read([(number, row, 0, 1) for number in self.numbers])
 
     def remove(self) -> None:
-        self.store.drop(self.numbers)
+        self.store.delete(self.numbers)
         self.numbers = []
 
     def _read(self, runs: list[tuple[int, int, int, int]]) -> None:

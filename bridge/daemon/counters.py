@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from bridge.errors import TraceError
-from bridge.index import Told
+from bridge.index import IngestedRecord
 from bridge.layout import Part
 from bridge.observe.histogram import Durations
 from bridge.wire import PageRows, RowsHeader, ShmPageRows
@@ -23,17 +23,17 @@ class Counters:
         self.last_seen: dict[str, float] = {}
         self.ack_latency = Durations()
 
-    def store(self, told: Told, waited_s: float) -> None:
+    def store(self, record: IngestedRecord, waited_s: float) -> None:
         """Count a message that the store has just taken and that is acknowledged next."""
         self.ack_latency.add(waited_s)
-        if isinstance(told, RowsHeader):
-            self.rows_received[told.part] += len(told.rows)
-            self.bytes_received[told.part] += len(told.rows) * told.row_bytes
+        if isinstance(record, RowsHeader):
+            self.rows_received[record.part] += len(record.rows)
+            self.bytes_received[record.part] += len(record.rows) * record.row_bytes
 
-    def send(self, piece: PageRows | ShmPageRows) -> None:
+    def send(self, chunk: PageRows | ShmPageRows) -> None:
         """Count the rows and record bytes of a part of a page; missing rows have neither."""
-        self.rows_sent[piece.part] += piece.count
-        self.bytes_sent[piece.part] += piece.nbytes
+        self.rows_sent[chunk.part] += chunk.count
+        self.bytes_sent[chunk.part] += chunk.nbytes
 
     def refuse(self, error: TraceError) -> None:
         """Count a message that is answered with an error."""

@@ -38,28 +38,30 @@ class HeldRows:
         engine = self._catalog.engines[block.engine_id]
         if block.extent.lowest > engine.highest_row(block):
             return False
-        places_N = engine.held_rows(block)
-        at_M = np.flatnonzero(places_N["block"] >= 0)
+        locations_N = engine.held_rows(block)
+        at_M = np.flatnonzero(locations_N["block"] >= 0)
         if not len(at_M):
             return False
-        places_M = places_N[at_M]
-        blocks_M = places_M["block"]
+        locations_M = locations_N[at_M]
+        blocks_M = locations_M["block"]
         is_other_M = self._catalog.blocks.row_bytes(blocks_M) != block.row_bytes
         is_other_M |= self._catalog.blocks.versions(blocks_M) != self._catalog.version_of(block)
         _refuse(block, at_M[is_other_M])
         try:
-            return self._are_equal(message, at_M, places_M) and len(at_M) == len(block.rows)
+            return self._are_equal(message, at_M, locations_M) and len(at_M) == len(block.rows)
         except PoolUnreachable as error:
             raise StoreFull(str(error)) from error
 
-    def _are_equal(self, message: Rows, at_M: NDArray[np.intp], places_M: NDArray[np.void]) -> bool:
+    def _are_equal(
+        self, message: Rows, at_M: NDArray[np.intp], locations_M: NDArray[np.void]
+    ) -> bool:
         """Whether all of the held rows can be read; raise RowTaken if one has other bytes."""
         readable = 0
         row_bytes = message.header.row_bytes
         whole = [slice(0, row_bytes)]
-        for piece in self._gather.pieces(row_bytes, whole, places_M):
-            at_V = at_M[piece.begin : piece.begin + len(piece.valid)][piece.valid]
-            is_other_V = (piece.rows() != message.payload[at_V]).any(axis=1)
+        for chunk in self._gather.chunks(row_bytes, whole, locations_M):
+            at_V = at_M[chunk.begin : chunk.begin + len(chunk.valid)][chunk.valid]
+            is_other_V = (chunk.rows() != message.payload[at_V]).any(axis=1)
             _refuse(message.header, at_V[is_other_V])
             readable += len(at_V)
         return readable == len(at_M)

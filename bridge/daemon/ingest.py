@@ -13,7 +13,7 @@ from bridge.daemon.fetch.gather import Gather
 from bridge.daemon.health import StoreHealth, StoreState
 from bridge.daemon.held_rows import Arriving, HeldRows, require_distinct
 from bridge.errors import StoreFailing, StoreFull
-from bridge.index import Catalog, Told
+from bridge.index import Catalog, IngestedRecord
 from bridge.observe.logs import Event, event
 from bridge.observe.status import Waiting
 from bridge.store import Entry, Store
@@ -48,7 +48,7 @@ class Pending:
 
     peer: bytes
     seq: int
-    told: Told
+    record: IngestedRecord
     entry: Entry
     received_at: float
 
@@ -73,38 +73,38 @@ class Ingest:
         self._storing: list[Pending] = []
         self._pending_keys: set[tuple[str, int, int]] = set()
         self._held: defaultdict[bytes, list[int]] = defaultdict(list)
-        self._steps_told: OrderedDict[tuple[bytes, int, int], None] = OrderedDict()
+        self._steps_reported: OrderedDict[tuple[bytes, int, int], None] = OrderedDict()
         self.accepted = 0
         self.duplicates = 0
         self.commits = 0
         self.health = StoreHealth()
-        self._told_full = False
+        self._announced_full = False
 
     def take(self, peer: bytes, message: Ingested, seq: int) -> None:
         """Check a message and keep it for the next commit; raise TraceError to refuse it."""
-        told: Told = message.header if isinstance(message, Rows) else message
-        engine_id, shard = ("", 0) if isinstance(told, Step) else (told.engine_id, told.shard)
+        record: IngestedRecord = message.header if isinstance(message, Rows) else message
+        engine_id, shard = ("", 0) if isinstance(record, Step) else (record.engine_id, record.shard)
         key = (engine_id, shard, seq)
         if key in self._pending_keys:
             self.commit()  # so that it is known whether the store took the first copy
-        self._catalog.check(told)
+        self._catalog.check(record)
         are_held = isinstance(message, Rows) and self._are_held(message)
         now = time.monotonic()
         if engine_id in self._catalog.engines:
             self._counters.last_seen[engine_id] = now
-        if are_held or self._catalog.seen(told, seq) or self._came_before(peer, told, seq):
+        if are_held or self._catalog.seen(record, seq) or self._came_before(peer, record, seq):
             self.duplicates += 1
             self._held[peer].append(seq)
             return
-        growth = self._catalog.growth(told)
-        alone = isinstance(told, Hello) or growth > _MUCH_INDEX
+        growth = self._catalog.growth(record)
+        alone = isinstance(record, Hello) or growth > _MUCH_INDEX
         if alone:
             self.commit()
             self._require_room(growth)
-        self._pending.append(Pending(peer, seq, told, _entry(message, told, seq), now))
+        self._pending.append(Pending(peer, seq, record, _entry(message, record, seq), now))
         self._pending_keys.add(key)
-        if isinstance(told, RowsHeader):
-            self._arriving.add(told)
+        if isinstance(record, RowsHeader):
+            self._arriving.add(record)
         if alone:
             self.commit()  # what follows is checked against it
 
@@ -115,19 +115,19 @@ class Ingest:
             self.commit()  # so that they can be compared
         return self._held_rows.hold(message)
 
-    def _came_before(self, peer: bytes, told: Told, seq: int) -> bool:
+    def _came_before(self, peer: bytes, record: IngestedRecord, seq: int) -> bool:
         """Whether a step is a copy of an older message, and not a trainer that goes back to it."""
-        return isinstance(told, Step) and (peer, seq, told.step) in self._steps_told
+        return isinstance(record, Step) and (peer, seq, record.step) in self._steps_reported
 
-    def _remember(self, peer: bytes, told: Step, seq: int) -> None:
-        self._steps_told[(peer, seq, told.step)] = None
-        if len(self._steps_told) > _STEPS_REMEMBERED:
-            self._steps_told.popitem(last=False)
+    def _remember(self, peer: bytes, record: Step, seq: int) -> None:
+        self._steps_reported[(peer, seq, record.step)] = None
+        if len(self._steps_reported) > _STEPS_REMEMBERED:
+            self._steps_reported.popitem(last=False)
 
     def waiting(self, now: float) -> Waiting:
         """Return what is not acknowledged at monotonic time ``now``; any thread may ask."""
         waiting = self._pending or self._storing
-        blocks = [pending.told for pending in waiting if isinstance(pending.told, RowsHeader)]
+        blocks = [pending.record for pending in waiting if isinstance(pending.record, RowsHeader)]
         return Waiting(
             rows=sum(len(block.rows) for block in blocks),
             nbytes=sum(len(block.rows) * block.row_bytes for block in blocks),
@@ -172,9 +172,9 @@ class Ingest:
         try:
             self._hold([pending])
         except StoreFull as error:
-            if not self._told_full:
+            if not self._announced_full:
                 log.warning("%s", error, extra=event(_REFUSALS[type(error)]))
-            self._told_full = True
+            self._announced_full = True
             self.health = StoreHealth.of(error)
             self._counters.refuse(error)
             self._store.reserve(self._catalog.nbytes())
@@ -183,53 +183,53 @@ class Ingest:
     def _tell_of_room(self, batch: list[Pending]) -> None:
         """Tell the end of a full store; that it took reserved entries says nothing of its room."""
         is_well = self.health.state is StoreState.OK
-        if self._told_full and is_well and not all(item.entry.reserved for item in batch):
+        if self._announced_full and is_well and not all(item.entry.reserved for item in batch):
             log.info("the store takes records again", extra=event(Event.STORE_HAS_ROOM))
-            self._told_full = False
+            self._announced_full = False
 
     def _hold(self, batch: list[Pending]) -> None:
         numbers = self._store.append([pending.entry for pending in batch])
         now = time.monotonic()
         for pending, number in zip(batch, numbers, strict=True):
-            self._catalog.apply(pending.told, pending.seq, number)
+            self._catalog.apply(pending.record, pending.seq, number)
             self._held[pending.peer].append(pending.seq)
-            self._counters.store(pending.told, now - pending.received_at)
-            if isinstance(pending.told, Step):
-                self._remember(pending.peer, pending.told, pending.seq)
+            self._counters.store(pending.record, now - pending.received_at)
+            if isinstance(pending.record, Step):
+                self._remember(pending.peer, pending.record, pending.seq)
             else:
-                self._counters.last_seen[pending.told.engine_id] = now
-            if isinstance(pending.told, Hello | Dropped):
-                _log(pending.told)
+                self._counters.last_seen[pending.record.engine_id] = now
+            if isinstance(pending.record, Hello | Dropped):
+                _log(pending.record)
         self._store.reserve(self._catalog.nbytes())
         self.accepted += len(batch)
         self.commits += 1
 
 
-def _log(told: Hello | Dropped) -> None:
-    if isinstance(told, Hello):
+def _log(record: Hello | Dropped) -> None:
+    if isinstance(record, Hello):
         log.info(
             "engine %s joins",
-            told.engine_id,
-            extra=event(Event.ENGINE_JOINED, engine=told.engine_id),
+            record.engine_id,
+            extra=event(Event.ENGINE_JOINED, engine=record.engine_id),
         )
         return
     log.warning(
         "engine %s has dropped %d forward and %d K/V rows so far",
-        told.engine_id,
-        told.forward_rows,
-        told.kv_rows,
+        record.engine_id,
+        record.forward_rows,
+        record.kv_rows,
         extra=event(
             Event.ROWS_DROPPED,
-            engine=told.engine_id,
-            forward_rows=told.forward_rows,
-            kv_rows=told.kv_rows,
+            engine=record.engine_id,
+            forward_rows=record.forward_rows,
+            kv_rows=record.kv_rows,
         ),
     )
 
 
-def _entry(message: Ingested, told: Told, seq: int) -> Entry:
+def _entry(message: Ingested, record: IngestedRecord, seq: int) -> Entry:
     if isinstance(message, Rows):
         payload = wire_bytes(message.payload, "u1")
-        return Entry(pack(told, seq), payload, message.header.row_bytes)
+        return Entry(pack(record, seq), payload, message.header.row_bytes)
     reserved, frees_space = isinstance(message, Hello | Step | Dropped), isinstance(message, Step)
-    return Entry(pack(told, seq), reserved=reserved, frees_space=frees_space)
+    return Entry(pack(record, seq), reserved=reserved, frees_space=frees_space)

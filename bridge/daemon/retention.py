@@ -88,8 +88,8 @@ class Retention:
         expired = catalog.pins.expire(now)
         found = garbage(catalog, policy, catalog.pins.names, now)
         rows = sum(catalog.rows(part) for part in Part)
-        numbers = catalog.drop(found.trajectories, found.blocks)
-        numbers += catalog.digests.drop(found.steps)
+        numbers = catalog.delete(found.trajectories, found.blocks)
+        numbers += catalog.digests.delete(found.steps)
         self._delete([*numbers, *expired, *self._take_superseded()])
         self.collected += len(found.trajectories)
         rows -= sum(catalog.rows(part) for part in Part)
@@ -129,7 +129,7 @@ class Retention:
         if not numbers:
             return
         try:
-            self._store.drop(numbers)
+            self._store.delete(numbers)
         except StoreFull as error:
             log.warning(
                 "collected entries stay on disk until the next deletion: %s",

@@ -111,7 +111,7 @@ class Daemon:
         self._outbox = Outbox(self._socket, budget)
         self._waiting = WaitingQuestions(budget)
         self._counters = Counters()
-        self._ingest = Ingest(store, catalog, self._counters, gather, self._outbox.tell)
+        self._ingest = Ingest(store, catalog, self._counters, gather, self._outbox.reply)
         self._fetching = Fetching(catalog, gather)
         self._regions = Regions(budget.lent)
         self._mapped = MappedFiles(budget.mapped)
@@ -176,7 +176,7 @@ class Daemon:
             if isinstance(message, Ingested):
                 self._ingest.take(peer, message, seq)
             elif not isinstance(message, LARGELY_ANSWERED):
-                self._outbox.tell(peer, self._reply(message), seq)
+                self._outbox.reply(peer, self._reply(message), seq)
             elif peer in self._waiting or not self._room(peer):
                 self._waiting.put(peer, bytes(frames[0]))
             else:
@@ -196,7 +196,7 @@ class Daemon:
         self._counters.refuse(error)
         refused = event(Event.MESSAGE_REFUSED, code=type(error).__name__)
         log.warning("a message is refused: %s", error, extra=refused)
-        self._outbox.tell(peer, refusal(error), seq)
+        self._outbox.reply(peer, refusal(error), seq)
 
     def _forget(self, peer: bytes) -> None:
         """Let go of a client that is gone."""

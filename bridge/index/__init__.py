@@ -1,8 +1,8 @@
-"""Where every row is and which rows a trajectory consists of; rebuilt by replaying the journal."""
+"""The index: row locations and the rows of each trajectory, rebuilt by replaying the journal."""
 
-from bridge.index.catalog import Catalog, Told
+from bridge.index.catalog import Catalog, IngestedRecord
 from bridge.index.engine import Engine
-from bridge.index.tables.row_map import PLACE, RowMap
+from bridge.index.tables.row_map import LOCATION, RowMap
 from bridge.index.tables.trajectory_map import TrajectoryMap
 
-__all__ = ["PLACE", "Catalog", "Engine", "RowMap", "Told", "TrajectoryMap"]
+__all__ = ["LOCATION", "Catalog", "Engine", "IngestedRecord", "RowMap", "TrajectoryMap"]

@@ -1,10 +1,10 @@
-"""How far RL steps and weight versions are behind, also when they jump, repeat or go back.
+"""Ages of RL steps and weight versions whose numbers may jump, repeat or go back.
 
-A step or version is behind by the smaller of two distances: to the largest number, and the way that
-was gone since it was used last. The first one lets a late message of a slow engine age nothing; the
-second one is what counts after a trainer has gone back to an earlier checkpoint, whose numbers are
-small and whose records are new. A jump of more than `LARGEST_JUMP` is a mistake or another run and
-counts as one: a number far from all others makes nothing old.
+The age is the smaller of two distances: the distance to the largest number, and the sum of all
+changes since the last use. The first distance makes a late message of a slow engine age nothing.
+The second one counts after a trainer has returned to an earlier checkpoint: its step numbers are
+small, but its records are new. A change of more than `LARGEST_JUMP` is a mistake or another run. It
+counts as 1, so one number far from all others makes nothing old.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LastUsed:
 
     @classmethod
     def restore(cls, numbers: Sequence[int]) -> Self:
-        """Make again what gave a snapshot."""
+        """Return the numbers of a snapshot."""
         made = cls()
         for number in numbers:
             made.use(number)
@@ -50,26 +50,26 @@ class LastUsed:
         return number in self._order
 
     def use(self, number: int) -> None:
-        """Note that a number is used now."""
+        """Move a number to the end: it is used now."""
         if number != self._newest:
             self._order.pop(number, None)
             self._order[number] = None
             self._newest = number
 
     def before_newest(self) -> int | None:
-        """Return the number that was used last before the newest one, None if there is none."""
+        """Return the second newest number, None if there is none."""
         latest = reversed(self._order)
         next(latest, None)
         return next(latest, None)
 
     def keep(self, numbers: Set[int]) -> None:
-        """Forget all others but the two used last."""
+        """Forget all numbers except these and the two newest."""
         kept = numbers | set(list(self._order)[-2:])
         self._order = {number: None for number in self._order if number in kept}
 
 
 def ages(values: Sequence[int]) -> list[int]:
-    """Return how far each value is behind; they stand in the order of their last use."""
+    """Return the age of each value; ``values`` are in the order of their last use."""
     if not values:
         return []
     way = [0]
@@ -89,7 +89,7 @@ def _jump(one: int, other: int) -> int:
 
 
 def _neighbours(values: Sequence[int]) -> tuple[int, int]:
-    """Return the ends of the stretch without large jumps that the value used last stands in."""
+    """Return (lowest, highest) value that the last value reaches without a large jump."""
     ordered = sorted(values)
     at = ordered.index(values[-1])
     low = high = at

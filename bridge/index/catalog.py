@@ -1,4 +1,4 @@
-"""Everything the daemon knows but the record bytes, built by applying messages one by one."""
+"""The daemon's index without record bytes: the result of applying journal records in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bridge.index.tables import trajectory_columns
 from bridge.index.tables.block_table import BlockTable
 from bridge.index.tables.digest_table import DigestTable, digest_bytes
 from bridge.index.tables.rollouts import Fate
-from bridge.index.tables.row_map import absent_places
+from bridge.index.tables.row_map import absent_locations
 from bridge.index.tables.runs import group_indices
 from bridge.index.tables.saved import Saved, Snapshot, integers, texts
 from bridge.index.tables.sizes import text_bytes
@@ -35,8 +35,8 @@ from bridge.wire import (
     WeightDigests,
 )
 
-Told = Hello | RowsHeader | Trajectory | WeightDigests | Dropped | Step
-Journaled = Told | Pin
+IngestedRecord = Hello | RowsHeader | Trajectory | WeightDigests | Dropped | Step
+JournalRecord = IngestedRecord | Pin
 PARTS = tuple(Part)
 _OBJECT_BYTES = 200
 
@@ -44,10 +44,10 @@ _OBJECT_BYTES = 200
 class Catalog:
     """Engines, trajectories, blocks of rows, weight versions and digests.
 
-    ``states`` counts the trajectories held and ``collected`` those given up, by their state.
-    ``weight_versions`` and ``weights`` are label and digest of the weights of each number.
-    ``versions_used`` has the numbers of weight versions by when rows of them were last told of.
-    ``superseded`` are entries of the store that say nothing any more: whoever drops them clears it.
+    ``states`` counts the stored trajectories by state, ``collected`` the removed ones.
+    ``weight_versions`` and ``weights`` have the label and digest of each weight version number.
+    ``versions_used`` has these numbers in the order in which engines last reported rows of them.
+    ``superseded`` has store entries that the index no longer needs; whoever deletes them clears it.
     """
 
     def __init__(self) -> None:
@@ -69,9 +69,9 @@ class Catalog:
         self._name_bytes = 0
 
     def snapshot(self) -> Snapshot:
-        """Return what a checkpoint keeps: nothing that follows from the rest or `begin_anew` sets.
+        """Return what a checkpoint keeps: no derived values and none that `begin_anew` sets.
 
-        The number of an engine or of a weight version is its place.
+        The number of an engine or of a weight version is its index in the list.
         """
         return {
             "steps": self.steps.snapshot(),
@@ -88,7 +88,7 @@ class Catalog:
 
     @classmethod
     def restore(cls, saved: Saved) -> Self:
-        """Make again what gave a snapshot; `begin_anew` comes next."""
+        """Return the catalog of a snapshot; the caller calls `begin_anew` next."""
         made = cls()
         made.steps = StepLog.restore(saved.part("steps"))
         made.versions_used = LastUsed.restore(saved.integers("versions_used"))
@@ -106,105 +106,106 @@ class Catalog:
 
     @property
     def step(self) -> int:
-        """The RL step that what is told now belongs to."""
+        """The RL step of the records that arrive now."""
         return self.steps.current
 
-    def check(self, told: Journaled) -> None:
+    def check(self, record: JournalRecord) -> None:
         """Raise UnknownEngine, EngineIdTaken or SchemaMismatch if it cannot be applied."""
-        if isinstance(told, Step | Pin):
+        if isinstance(record, Step | Pin):
             return
-        engine = self.engines.get(told.engine_id)
-        if isinstance(told, Hello):
+        engine = self.engines.get(record.engine_id)
+        if isinstance(record, Hello):
             if engine is not None:
-                engine.check_hello(told)
+                engine.check_hello(record)
             return
         if engine is None:
-            raise unknown_engine(told)
-        engine.check_sender(told)
-        if isinstance(told, RowsHeader):
-            engine.check_block(told)
+            raise unknown_engine(record)
+        engine.check_sender(record)
+        if isinstance(record, RowsHeader):
+            engine.check_block(record)
 
-    def seen(self, told: Told, seq: int) -> bool:
-        """Whether a rank's message with this sequence number has been applied before.
+    def seen(self, record: IngestedRecord, seq: int) -> bool:
+        """Whether the catalog has applied a rank's message with this sequence number.
 
-        Or says nothing new: a rank that is known, a count that is no higher, a step that has begun.
+        Also true for a record without news: a known rank, a count that is not higher, a step that
+        has begun.
         """
-        if isinstance(told, Step):
-            return self.steps.has_begun(told.step)
-        engine = self.engines.get(told.engine_id)
+        if isinstance(record, Step):
+            return self.steps.has_begun(record.step)
+        engine = self.engines.get(record.engine_id)
         if engine is None:
             return False
-        match told:
+        match record:
             case Hello():
-                return told.shard in engine.incarnations
+                return record.shard in engine.incarnations
             case Dropped():
-                return engine.has_told_dropped(told)
-        return seq in engine.accepted[told.shard]
+                return engine.has_recorded_dropped(record)
+        return seq in engine.accepted[record.shard]
 
-    def apply(self, told: Journaled, seq: int, number: int) -> None:
-        """Apply a checked message that the store holds as entry ``number``."""
-        if isinstance(told, Step):
-            self.steps.begin(told.step, number)
+    def apply(self, record: JournalRecord, seq: int, number: int) -> None:
+        """Apply a checked record, which is store entry ``number``."""
+        if isinstance(record, Step):
+            self.steps.begin(record.step, number)
             return
-        if isinstance(told, Pin):
-            for name in told.trajectories:
-                self.superseded += self.pins.put(name, told.lease_s, number, time.monotonic())
+        if isinstance(record, Pin):
+            for name in record.trajectories:
+                self.superseded += self.pins.put(name, record.lease_s, number, time.monotonic())
             return
-        if isinstance(told, Hello):
-            self._add_engine(told)
-        engine = self.engines[told.engine_id]
-        if isinstance(told, Dropped):
-            self.superseded += engine.tell_dropped(told, number)
+        if isinstance(record, Hello):
+            self._add_engine(record)
+        engine = self.engines[record.engine_id]
+        if isinstance(record, Dropped):
+            self.superseded += engine.record_dropped(record, number)
             return
-        engine.accepted[told.shard].add(seq)
-        match told:
+        engine.accepted[record.shard].add(seq)
+        match record:
             case RowsHeader():
-                version = self._version_number(told)
+                version = self._version_number(record)
                 self.versions_used.use(version)
-                part = PARTS.index(told.part)
-                self.blocks.put(number, engine.number, part, version, self.step, told.row_bytes)
-                engine.place(told, number)
+                part = PARTS.index(record.part)
+                self.blocks.put(number, engine.number, part, version, self.step, record.row_bytes)
+                engine.put_block(record, number)
             case Trajectory():
-                self._merge(told, engine, seq, number)
+                self._merge(record, engine, seq, number)
             case WeightDigests():
-                self.digests.put(told, number, self.step)
+                self.digests.put(record, number, self.step)
 
     def version_of(self, block: RowsHeader) -> int:
         """Return the number of a block's weights, by label and digest; -1 if they are new."""
         return self._version_numbers.get((block.weight_version, block.weights), -1)
 
-    def growth(self, told: Told) -> int:
-        """Return the memory that applying a checked message would add to the index, about.
+    def growth(self, record: IngestedRecord) -> int:
+        """Return the approximate bytes that applying a checked record adds to the index.
 
-        A row number or a position far from those before takes much more than it has bytes.
+        A row number or position far from the known ones takes much more than its message has.
         """
-        match told:
+        match record:
             case Hello():
-                return 0 if told.engine_id in self.engines else registration_bytes(told)
+                return 0 if record.engine_id in self.engines else registration_bytes(record)
             case RowsHeader():
-                rows = self.engines[told.engine_id].maps[told.part]
-                return rows.growth(told.rows, is_run=told.extent.is_run)
+                rows = self.engines[record.engine_id].maps[record.part]
+                return rows.growth(record.rows, is_run=record.extent.is_run)
             case Trajectory():
-                known = self.trajectories.get(told.trajectory) or TrajectoryMap()
-                return known.growth(told.start + len(told.tokens))
+                known = self.trajectories.get(record.trajectory) or TrajectoryMap()
+                return known.growth(record.start + len(record.tokens))
             case WeightDigests():
-                return digest_bytes(told.digests)
+                return digest_bytes(record.digests)
         return 0
 
-    def places(self, part: Part, trajectory: TrajectoryMap, page: slice) -> NDArray[np.void]:
-        """Return where the complete rows of the positions in ``page`` are, as PLACE [T].
+    def locations(self, part: Part, trajectory: TrajectoryMap, page: slice) -> NDArray[np.void]:
+        """Return LOCATION [T] of the complete rows of the positions in ``page``.
 
-        A row that several ranks share is at the place of its first rank's bytes.
+        For a row that several ranks share it is the location of the first rank's bytes.
         """
         engines_T, rows_T = trajectory.engines[page], trajectory.rows[page]
-        places_T = absent_places(len(rows_T))
+        locations_T = absent_locations(len(rows_T))
         for number, at in group_indices(engines_T):
             if number >= 0:
-                places_T[at] = self.engine_list[number].maps[part].find(rows_T[at])
-        return places_T
+                locations_T[at] = self.engine_list[number].maps[part].find(rows_T[at])
+        return locations_T
 
     def blocks_of(self, trajectory: TrajectoryMap) -> NDArray[np.int64]:
-        """Return the numbers of the blocks that hold bytes of its rows, ascending."""
+        """Return the numbers of the blocks with bytes of the trajectory's rows, ascending."""
         found = [
             np.unique(self.engine_list[number].maps[part].find_each(trajectory.rows[at])["block"])
             for number, at in group_indices(trajectory.engines)
@@ -215,16 +216,16 @@ class Catalog:
         return blocks[blocks >= 0]
 
     def rows(self, part: Part) -> int:
-        """Count the rows held of one part, those that every rank has sent."""
+        """Count the complete rows of one part: every rank has sent its bytes."""
         return sum(engine.maps[part].rows for engine in self.engine_list)
 
     def partial_rows(self) -> int:
-        """Count the rows of both parts that some ranks have sent and others have not."""
+        """Count the rows of both parts that some ranks have sent and others have not sent."""
         maps = (row_map for engine in self.engine_list for row_map in engine.maps.values())
         return sum(row_map.partial_rows for row_map in maps)
 
-    def drop(self, names: Iterable[str], blocks: NDArray[np.int64]) -> list[int]:
-        """Forget trajectories and blocks; return the numbers of the entries that told them."""
+    def delete(self, names: Iterable[str], blocks: NDArray[np.int64]) -> list[int]:
+        """Delete trajectories and blocks; return the numbers of their store entries."""
         numbers: list[int] = blocks.tolist()
         for name in names:
             trajectory = self.trajectories.pop(name)
@@ -234,31 +235,36 @@ class Catalog:
             self.collected[trajectory.state] += 1
             numbers += trajectory.entries
         if len(blocks):
-            self.blocks.drop(blocks)
+            self.blocks.delete(blocks)
             for engine in self.engine_list:
                 for row_map in engine.maps.values():
-                    row_map.drop(blocks)
+                    row_map.delete(blocks)
         return numbers
 
     def supersede_steps(self) -> None:
-        """Forget the steps in which nothing was told that is held."""
+        """Forget the steps of which the index has no block, digest or trajectory."""
         numbers, blocks = self.blocks.held()
         steps = set(np.unique(blocks["step"]).tolist()) | self.digests.steps()
         steps.update(trajectory.step for trajectory in self.trajectories.values())
-        told = [entry for trajectory in self.trajectories.values() for entry in trajectory.entries]
-        others = np.array([*told, *self.digests.entries()], dtype=np.int64)
+        entries = [
+            entry for trajectory in self.trajectories.values() for entry in trajectory.entries
+        ]
+        others = np.array([*entries, *self.digests.entries()], dtype=np.int64)
         self.superseded += self.steps.keep(steps, np.sort(np.concatenate([numbers, others])))
 
     def entries(self) -> NDArray[np.int64]:
-        """Return the numbers of the entries that it was built of and that may be deleted."""
-        told = [entry for trajectory in self.trajectories.values() for entry in trajectory.entries]
-        others = np.array([*told, *self.digests.entries(), *self.pins.entries()], dtype=np.int64)
+        """Return the numbers of the deletable entries from which the index was built."""
+        entries = [
+            entry for trajectory in self.trajectories.values() for entry in trajectory.entries
+        ]
+        others = np.array([*entries, *self.digests.entries(), *self.pins.entries()], dtype=np.int64)
         return np.concatenate([self.blocks.held()[0], others])
 
     def forget(self, deleted: NDArray[np.int64]) -> bool:
-        """Forget what these entries of the store told; return False if a part of it stays told.
+        """Forget the content of deleted store entries; return False if that is not possible.
 
-        Then this index is not the one that the other entries give.
+        It is not possible if only some entries of a trajectory or digest are deleted. The index
+        then differs from the one that a replay of the remaining entries gives.
         """
         gone = set(deleted.tolist())
         names = []
@@ -269,41 +275,41 @@ class Catalog:
             if lost:
                 names.append(name)
         numbers = self.blocks.held()[0]
-        self.drop(names, numbers[np.isin(numbers, deleted)])
+        self.delete(names, numbers[np.isin(numbers, deleted)])
         self.pins.forget(gone)
         return self.digests.forget(gone)
 
     def begin_anew(self) -> None:
-        """Begin what lasts for one process: ages of what has not finished, leases and counts."""
+        """Reset per-process state: ages of open trajectories, leases of pins, removal counts."""
         now = time.monotonic()
         for trajectory in self.trajectories.values():
-            trajectory.told_at = now
+            trajectory.updated_at = now
         self.pins.begin_anew(now)
         self.collected = Counter(dict.fromkeys(TrajectoryState, 0))
 
     def nbytes(self) -> int:
-        """Return the memory that the index takes, about."""
+        """Return the approximate bytes of the index."""
         engines = sum(engine.nbytes() for engine in self.engine_list)
         others = self._trajectory_bytes + self._name_bytes + self.digests.nbytes
         others += self.pins.nbytes + self.steps.nbytes()
         return engines + self.blocks.nbytes() + others
 
-    def _merge(self, told: Trajectory, engine: Engine, seq: int, number: int) -> None:
-        trajectory = self.trajectories.get(told.trajectory)
+    def _merge(self, record: Trajectory, engine: Engine, seq: int, number: int) -> None:
+        trajectory = self.trajectories.get(record.trajectory)
         if trajectory is None:
-            trajectory = self.trajectories[told.trajectory] = TrajectoryMap()
-            self._name_bytes += text_bytes(told.trajectory)
+            trajectory = self.trajectories[record.trajectory] = TrajectoryMap()
+            self._name_bytes += text_bytes(record.trajectory)
         else:
             self._trajectory_bytes -= trajectory.nbytes()
             self.states[trajectory.state] -= 1
-        fate = trajectory.tell(told, engine.number, seq)
+        fate = trajectory.apply(record, engine.number, seq)
         self.states[trajectory.state] += 1
         if fate is Fate.SUPERSEDED:
             self.superseded.append(number)
             self._trajectory_bytes += trajectory.nbytes()
             return
-        self.superseded += trajectory.note_entry(number, engine.number, told.rollout, fate)
-        trajectory.step, trajectory.told_at = self.step, time.monotonic()
+        self.superseded += trajectory.note_entry(number, engine.number, record.rollout, fate)
+        trajectory.step, trajectory.updated_at = self.step, time.monotonic()
         self._trajectory_bytes += trajectory.nbytes()
 
     def _add_engine(self, hello: Hello) -> None:

@@ -1,14 +1,14 @@
-"""The index in a file, so that a start reads that and replays only what was told after it.
+"""The index in a file: a start reads it and replays only newer journal entries.
 
-A checkpoint is the catalog as it was before entry ``next``, in plain values that name no code
-(`bridge.index.tables.saved`). It is used only by the code that wrote it and only whole: another
-version of the index, or a bit that flipped, and the journal is replayed from its beginning, which
+A checkpoint is the catalog before entry ``next``, in plain values that name no code
+(`bridge.index.tables.saved`). Only the code that wrote it may use it, and only if it is intact. If
+the code of the index has changed or a bit has flipped, the daemon replays the whole journal, which
 gives the same index. The file:
 
     magic with the number of this format | checksum of the code | next | deletions | bytes of head
-    head: the catalog's snapshot in msgpack; of an array it has type and shape
-    the arrays' bytes, in the order in which the head names them
-    XXH3 checksum of all before
+    head: the catalog's snapshot in msgpack; arrays are replaced by their type and shape
+    the arrays' bytes, in the order of the head
+    XXH3 checksum of everything before
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from bridge.wire.envelope import Buffer
 _MAGIC = b"bridge index 2\n"
 _PREAMBLE = struct.Struct(f"<{len(_MAGIC)}s16sQQQ")
 _SUM_BYTES = 16
-_PIECE_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
 _ARRAY = 1  # type of a msgpack extension
 _ARRAY_BYTES = 64  # of its type and shape at most
-# msgpack makes a list as long as announced before it reads the items. There is one of all engines.
+# msgpack allocates a list before it reads the items. The longest list has one item per engine.
 _MAX_ITEMS = 1 << 16
 _TYPES = {kind: np.dtype(kind) for kind in ("|i1", "|u1", "<i4", "<i8")}
 _CODE = ("index", "wire", "layout")
@@ -45,7 +45,7 @@ _CODE = ("index", "wire", "layout")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A catalog that does not change any more: everything but the checksum of its file."""
+    """A snapshot of a catalog: everything in its file but the checksum."""
 
     preamble: bytes
     head: bytes
@@ -53,19 +53,19 @@ class Checkpoint:
 
     @classmethod
     def of(cls, catalog: Catalog, position: Position) -> Checkpoint:
-        """Take a catalog at this moment."""
+        """Take a snapshot of a catalog now."""
         aside = _ArraysAside()
         head: bytes = msgpack.packb(catalog.snapshot(), default=aside)
         standing = (position.next, position.deletions, len(head))
         return cls(_PREAMBLE.pack(_MAGIC, _code(), *standing), head, aside.arrays)
 
     def nbytes(self) -> int:
-        """Return how long the file is."""
+        """Return the bytes of the file."""
         arrays = sum(array.nbytes for array in self.arrays)
         return len(self.preamble) + len(self.head) + arrays + _SUM_BYTES
 
     def chunks(self) -> Iterator[Buffer]:
-        """Yield the content of a file, which ends with its checksum."""
+        """Yield the content of the file; the last chunk is its checksum."""
         total = xxh3_128()
         for chunk in self._chunks():
             total.update(chunk)
@@ -77,8 +77,8 @@ class Checkpoint:
         yield self.head
         for array in self.arrays:
             content = array.reshape(-1).view(np.uint8).data
-            for begin in range(0, len(content), _PIECE_BYTES):
-                yield content[begin : begin + _PIECE_BYTES]
+            for begin in range(0, len(content), _CHUNK_BYTES):
+                yield content[begin : begin + _CHUNK_BYTES]
 
 
 def read_checkpoint(content: Buffer) -> tuple[Catalog, Position]:
@@ -96,12 +96,12 @@ def read_checkpoint(content: Buffer) -> tuple[Catalog, Position]:
         return _catalog(body[_PREAMBLE.size :], length), Position(following, deletions)
     except UnusableCheckpoint:
         raise
-    except Exception as error:  # whatever a file can make of a reader: the journal has it all
+    except Exception as error:  # a bad file can raise any error; the journal has all data
         raise UnusableCheckpoint(f"{type(error).__name__}: {error}") from error
 
 
 def _catalog(content: memoryview, length: int) -> Catalog:
-    """Make the catalog of a head that is so long, and of the arrays behind it."""
+    """Return the catalog of a head of ``length`` bytes and the arrays behind it."""
     if length > len(content):
         raise UnusableCheckpoint("its head is longer than the file")
     arrays = _ArraysOf(content[length:])
@@ -114,33 +114,33 @@ def _catalog(content: memoryview, length: int) -> Catalog:
         max_ext_len=_ARRAY_BYTES,
     )
     if len(arrays.rest) or type(head) is not dict:
-        raise UnusableCheckpoint("its head does not name what it holds")
+        raise UnusableCheckpoint("its head does not match its arrays")
     return Catalog.restore(Saved(head))
 
 
 @dataclass(slots=True)
 class _ArraysAside:
-    """Puts arrays aside and leaves their type and shape in the head."""
+    """Collects arrays and replaces each by its type and shape in the head."""
 
     arrays: list[NDArray[Any]] = field(default_factory=list)
 
     def __call__(self, value: object) -> msgpack.ExtType:
         if not isinstance(value, np.ndarray) or value.dtype.str not in _TYPES:
-            raise TypeError(f"{type(value).__name__} has no place in a checkpoint")
+            raise TypeError(f"{type(value).__name__} cannot be stored in a checkpoint")
         self.arrays.append(np.ascontiguousarray(value))
         return msgpack.ExtType(_ARRAY, msgpack.packb([value.dtype.str, *value.shape]))
 
 
 @dataclass(slots=True)
 class _ArraysOf:
-    """Finds the arrays that a head names, one after the other; ``rest`` is what is left."""
+    """Reads the arrays of a head one after the other; ``rest`` has the unread bytes."""
 
     rest: memoryview
 
     def __call__(self, code: int, named: bytes) -> NDArray[Any]:
         kind, *shape = msgpack.unpackb(named)
         if code != _ARRAY or not all(type(extent) is int and extent >= 0 for extent in shape):
-            raise UnusableCheckpoint("its head names what is no array")
+            raise UnusableCheckpoint("its head has an invalid array")
         dtype = _TYPES[kind]
         nbytes = dtype.itemsize * prod(shape)
         if nbytes > len(self.rest):
@@ -152,7 +152,7 @@ class _ArraysOf:
 
 @cache
 def _code() -> bytes:
-    """Return a checksum of the code that made the index: its rules are not in a checkpoint."""
+    """Return a checksum of the index code: a checkpoint does not contain its rules."""
     package = Path(__file__).parents[1]
     files = sorted(file for part in _CODE for file in (package / part).rglob("*.py"))
     total = xxh3_128()

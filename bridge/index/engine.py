@@ -1,9 +1,9 @@
-"""One engine: what its rows look like, which ranks send them, where they are, what was accepted.
+"""One engine: its row layout, the ranks that send rows, row locations and accepted messages.
 
-Its ranks are told apart by the number of their shard. A row is named by (engine, row number), where
-an engine is one replica of the model, or one data-parallel rank of it, and row numbers count the
-tokens that it computes in the order of its forward passes. Ranks that compute the same passes in
-lockstep thereby number rows alike, and what they send of a row joins.
+An engine is one replica of the model, or one data-parallel rank of it. (engine, row number) names a
+row. Row numbers count the tokens of the engine in the order of its forward passes. Ranks that
+compute the same passes in lockstep use the same row numbers, so the daemon joins their parts of a
+row. The shard number identifies a rank.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from bridge.wire.ingest import parsed_incarnation
 Sent = Hello | RowsHeader | Trajectory | Dropped | WeightDigests
 
 _OBJECT_BYTES = 200
-_OWN = dict.fromkeys(("engine_id", "shard", "incarnation"))  # others say the rest as well
-_ENGINE_BYTES = 4 << 10  # two row maps, its sequence numbers and the hello
+_OWN = dict.fromkeys(("engine_id", "shard", "incarnation"))  # all else is equal on many engines
+_ENGINE_BYTES = 4 << 10  # two row maps, sequence numbers and the Hello
 
 
 @dataclass(slots=True)
 class Engine:
     """An engine by its number in the index.
 
-    ``incarnations`` has the number of each rank's process, the first that said hello: another
-    process that uses the engine's id counts rows and messages from 0 as well, so nothing of it can
-    be told apart from what is held, and all of it is refused.
+    ``incarnations`` has the process number of each rank, from its first Hello. Another process with
+    the same engine id also counts rows and messages from 0. The daemon cannot distinguish its rows
+    from the stored ones, so it refuses all its messages.
 
-    ``accepted`` has each rank's sequence numbers, ``dropped`` how many rows each rank gave up,
-    ``dropped_entries`` the store's entry that says so.
+    ``accepted`` has each rank's sequence numbers, ``dropped`` the number of rows that each rank
+    dropped, ``dropped_entries`` the store entry with that count.
     """
 
     number: int
@@ -62,9 +62,9 @@ class Engine:
         self.accepted = [SequenceSet() for _ in shards]
 
     def snapshot(self) -> Snapshot:
-        """Return what a checkpoint keeps: the hello as on the wire, and what it goes on to say.
+        """Return what a checkpoint keeps: the Hello as on the wire, and the state of each rank.
 
-        What is told by rank has a rank's number and that in every row.
+        Tables by rank have rows of (rank number, value).
         """
         return {
             "hello": self.hello.body(),
@@ -77,14 +77,14 @@ class Engine:
 
     @classmethod
     def restore(cls, number: int, saved: Saved, hellos: dict[bytes, Hello]) -> Self:
-        """Make again what gave a snapshot; ``hellos`` has those of other engines."""
+        """Return the engine of a snapshot; ``hellos`` has the Hello of other engines."""
         made = cls(number, _hello(saved.part("hello").values, hellos))
         for part, senders in made._senders.items():
             of_part = saved.part("maps").part(part.value)
             made.maps[part] = RowMap.restore(of_part, max(1, len(senders)))
         made.accepted = [SequenceSet.restore(seqs) for seqs in saved.parts("accepted")]
         if len(made.accepted) != len(made.hello.shards):
-            raise UnusableCheckpoint("accepted is not what each rank sent")
+            raise UnusableCheckpoint("accepted has another number of ranks than the Hello")
         made.incarnations = saved.pairs("incarnations")
         made.dropped = saved.pairs("dropped")
         made.dropped_entries = saved.pairs("dropped_entries")
@@ -92,42 +92,42 @@ class Engine:
 
     @property
     def is_shared(self) -> bool:
-        """Whether more ranks than one send its rows, or one rank sends them slot by slot."""
+        """Whether several ranks send its rows, or one rank sends them by expert slot."""
         return len(self.hello.shards) > 1 or self.hello.shards[0].by_slot
 
     @property
     def dropped_rows(self) -> int:
-        """Rows that its ranks gave up, a row once for every rank that did."""
+        """Rows that its ranks dropped; a row counts once per rank that dropped it."""
         return sum(self.dropped.values())
 
     def senders(self, part: Part) -> Sequence[Shard]:
         """Return the shards that have bytes of this part, in the order of the row map's senders."""
         return [self.hello.shards[number] for number in self._senders[part]]
 
-    def has_told_dropped(self, told: Dropped) -> bool:
-        """Whether a rank has given up as many rows already; the count only grows."""
-        return told.forward_rows + told.kv_rows <= self.dropped.get(told.shard, 0)
+    def has_recorded_dropped(self, record: Dropped) -> bool:
+        """Whether the count of a rank is not higher than the recorded one; counts only grow."""
+        return record.forward_rows + record.kv_rows <= self.dropped.get(record.shard, 0)
 
-    def tell_dropped(self, told: Dropped, number: int) -> list[int]:
-        """Note a count that entry ``number`` holds; return the entry of the one before."""
-        before = self.dropped_entries.get(told.shard)
-        count = told.forward_rows + told.kv_rows
-        self.dropped[told.shard] = max(count, self.dropped.get(told.shard, 0))
-        self.dropped_entries[told.shard] = number
+    def record_dropped(self, record: Dropped, number: int) -> list[int]:
+        """Record a count from entry ``number``; return the entry of the previous count."""
+        before = self.dropped_entries.get(record.shard)
+        count = record.forward_rows + record.kv_rows
+        self.dropped[record.shard] = max(count, self.dropped.get(record.shard, 0))
+        self.dropped_entries[record.shard] = number
         return [] if before is None else [before]
 
-    def place(self, block: RowsHeader, number: int) -> None:
-        """Note that the store's entry ``number`` holds a checked block."""
+    def put_block(self, block: RowsHeader, number: int) -> None:
+        """Record that store entry ``number`` has the rows of a checked block."""
         self.maps[block.part].put(
             block.rows, number, self._sender(block), is_run=block.extent.is_run
         )
 
     def highest_row(self, block: RowsHeader) -> int:
-        """Return the highest number of a row that the block's rank ever sent of its part."""
+        """Return the highest row number that the block's rank has sent of this part."""
         return self.maps[block.part].highest[self._sender(block)]
 
     def held_rows(self, block: RowsHeader) -> NDArray[np.void]:
-        """Return where the block's rows are that its rank has sent before: PLACE [N]."""
+        """Return LOCATION [N] of the block's rows; rows that its rank has not sent are absent."""
         return self.maps[block.part].find_each(block.rows)[:, self._sender(block)]
 
     def check_hello(self, hello: Hello) -> None:
@@ -136,28 +136,28 @@ class Engine:
         theirs, ours = (replace(each, shard=0, incarnation=0) for each in (hello, self.hello))
         if theirs != ours:
             raise SchemaMismatch(
-                f"engine {hello.engine_id} said hello before with another record layout; "
+                f"engine {hello.engine_id} has registered with another record layout; "
                 "use a new engine id for every engine process, and the same layout, shards, scales "
                 "and model on all ranks of one engine"
             )
 
     def join(self, hello: Hello) -> None:
-        """Note which process a rank is; its hello is checked."""
+        """Record the process of a rank; the caller has checked the Hello."""
         self.incarnations[hello.shard] = hello.incarnation
 
     def check_sender(self, message: Sent) -> None:
-        """Raise an error unless the message is of a rank, and of the process that said its hello.
+        """Raise an error unless the sender is the registered process of a rank.
 
         Raises:
-            UnknownEngine: the rank has not said hello.
-            EngineIdTaken: another process has.
-            SchemaMismatch: there is no such rank.
+            UnknownEngine: the rank has not registered.
+            EngineIdTaken: another process has registered as this rank.
+            SchemaMismatch: the engine has no such rank.
         """
         shards = len(self.hello.shards)
         if message.shard >= shards:
             raise SchemaMismatch(
                 f"engine {message.engine_id} has {shards} shards and a message is from shard "
-                f"{message.shard}; number the ranks as in the hello"
+                f"{message.shard}; number the ranks as in the Hello"
             )
         if message.shard not in self.incarnations:
             raise unknown_engine(message)
@@ -168,7 +168,7 @@ class Engine:
         if first != message.incarnation:
             raise EngineIdTaken(
                 f"engine id {message.engine_id} belongs to another process, whose records this "
-                "bridge holds, and nothing of this one is taken; use a new engine id for every "
+                "bridge stores, so it refuses this process; use a new engine id for every "
                 "engine process"
             )
 
@@ -178,8 +178,8 @@ class Engine:
         if not shard.accepts(block.part, block.row_bytes):
             raise SchemaMismatch(
                 f"engine {self.hello.engine_id} sent {block.part.value} rows of {block.row_bytes} "
-                f"bytes and its hello says {shard.layout.row_bytes(block.part)} for shard "
-                f"{block.shard}; send rows in the layout of the hello"
+                f"bytes and its Hello says {shard.layout.row_bytes(block.part)} for shard "
+                f"{block.shard}; send rows in the layout of the Hello"
             )
 
     def _sender(self, block: RowsHeader) -> int:
@@ -191,13 +191,13 @@ class Engine:
         return mine.layout == theirs.layout and mine.kv_scales == theirs.kv_scales
 
     def nbytes(self) -> int:
-        """Return the memory that its rows and sequence numbers take, about."""
+        """Return the approximate bytes of its row maps and sequence numbers."""
         accepted = sum(seqs.nbytes() for seqs in self.accepted)
         return accepted + sum(row_map.nbytes() for row_map in self.maps.values())
 
 
 def _hello(body: dict[str, Any], known: dict[bytes, Hello]) -> Hello:
-    """Parse a hello, or take a known one that differs in what is an engine's own."""
+    """Parse a Hello; reuse the parsed fields of a known one that differs only in `_OWN`."""
     packed: bytes = msgpack.packb({**body, **_OWN})
     if packed not in known:
         known[packed] = Hello.parse(Envelope(Hello.KIND, NO_SEQ, body, ()))
@@ -211,14 +211,14 @@ def _hello(body: dict[str, Any], known: dict[bytes, Hello]) -> Hello:
 
 
 def unknown_engine(message: Sent) -> UnknownEngine:
-    """Return the error of a message that comes before its sender's hello."""
+    """Return the error for a message that arrives before its sender's Hello."""
     return UnknownEngine(
-        f"engine {message.engine_id} sent records before its hello; send the hello first"
+        f"engine {message.engine_id} sent records before its Hello; send the Hello first"
     )
 
 
 def registration_bytes(hello: Hello) -> int:
-    """Return the memory that an engine's introduction takes, about."""
+    """Return the approximate bytes that the registration of an engine takes."""
     layouts = {hello.layout, *(shard.layout for shard in hello.shards)}
     fields = sum(len(layout.fields(part)) for layout in layouts for part in Part)
     texts = sum(text_bytes(text) for pair in hello.model.items() for text in pair)

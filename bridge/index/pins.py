@@ -1,7 +1,7 @@
-"""Trajectories that a trainer keeps for a time, whatever is collected meanwhile.
+"""Pins: a trainer protects trajectories from removal for a time.
 
-Each is an entry of the store, so that a restart forgets none. Its lease begins anew then: no clock
-that could have been set meanwhile decides over records, and a pin is kept too long, not too short.
+Each pin is a store entry, so a restart keeps it. Its lease then starts again from the beginning,
+because the wall clock may have changed. A pin may therefore last too long, but never too short.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class _Pin:
 
 
 class Pins:
-    """Names, until when they are pinned, and the store's entries that say so."""
+    """Pinned names with the end of their lease and their store entry."""
 
     def __init__(self) -> None:
         self._pins: dict[str, _Pin] = {}
         self.nbytes = 0
 
     def snapshot(self) -> Snapshot:
-        """Return what a checkpoint keeps: no end of a lease, all of which begin anew."""
+        """Return what a checkpoint keeps; ends of leases are left out, because they are reset."""
         pins = self._pins.values()
         return {
             "names": texts(self._pins),
@@ -41,7 +41,7 @@ class Pins:
 
     @classmethod
     def restore(cls, saved: Saved) -> Self:
-        """Make again what gave a snapshot; its leases begin with `begin_anew`."""
+        """Return the pins of a snapshot; `begin_anew` starts their leases."""
         made = cls()
         columns = saved.texts("names"), saved.integers("leases"), saved.integers("entries")
         for name, lease_s, entry in zip(*columns, strict=True):
@@ -60,7 +60,7 @@ class Pins:
         return self._pins.keys()
 
     def renew(self, name: str, lease_s: int, now: float) -> bool:
-        """Begin a lease anew; return False if there is none as long, which an entry has to say."""
+        """Restart a lease; return False if the name has no lease of this length."""
         held = self._pins.get(name)
         if held is None or held.lease_s != lease_s:
             return False
@@ -68,14 +68,14 @@ class Pins:
         return True
 
     def put(self, name: str, lease_s: int, entry: int, now: float) -> list[int]:
-        """Pin a name as the store's new entry says; return the entries that say it no more."""
+        """Pin a name by a new store entry; return the entries that are no longer needed."""
         superseded = self.remove([name])
         self._pins[name] = _Pin(now + lease_s, lease_s, entry)
         self.nbytes += cost(name)
         return superseded
 
     def remove(self, names: Iterable[str]) -> list[int]:
-        """Let names go; return the entries that pinned them."""
+        """Unpin names; return their store entries."""
         entries = []
         for name in names:
             held = self._pins.pop(name, None)
@@ -85,23 +85,23 @@ class Pins:
         return entries
 
     def entries(self) -> list[int]:
-        """Return the store's entries that say what is pinned."""
+        """Return the store entries of all pins."""
         return [pin.entry for pin in self._pins.values()]
 
     def forget(self, entries: Set[int]) -> None:
-        """Let names go that these entries pinned."""
+        """Unpin the names of these store entries."""
         self.remove([name for name, pin in self._pins.items() if pin.entry in entries])
 
     def begin_anew(self, now: float) -> None:
-        """Begin all leases anew."""
+        """Restart all leases."""
         for name, pin in self._pins.items():
             self._pins[name] = replace(pin, until=now + pin.lease_s)
 
     def expire(self, now: float) -> list[int]:
-        """Let names go whose leases are over; return the entries that pinned them."""
+        """Unpin names whose lease has ended; return their store entries."""
         return self.remove([name for name, pin in self._pins.items() if pin.until <= now])
 
 
 def cost(name: str) -> int:
-    """Return the memory that a pin takes, about."""
+    """Return the approximate bytes of a pin."""
     return text_bytes(name) + _OBJECT_BYTES

@@ -1,8 +1,8 @@
-"""Which trajectories and blocks a policy gives up.
+"""Which trajectories and blocks a policy evicts.
 
-A block goes when it is old and no trajectory that stays refers to it. Age is counted in RL steps or
-weight versions (`bridge.index.aging`) and not in references alone, because the rows of a request
-that still runs are referred to only once it has finished.
+The policy evicts a block if it is old and no remaining trajectory refers to it. Age counts in RL
+steps or weight versions (`bridge.index.aging`). References alone are not enough: no trajectory
+refers to the rows of a running request before it has finished.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bridge.wire import Policy, TrajectoryState
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """Names of trajectories and numbers of blocks to forget, and the steps that are too old."""
+    """Names of trajectories and numbers of blocks to evict, and the steps that are too old."""
 
     trajectories: list[str]
     blocks: NDArray[np.int64]
@@ -28,7 +28,7 @@ class Garbage:
 
 
 def garbage(catalog: Catalog, policy: Policy, pinned: Set[str], now: float) -> Garbage:
-    """Return what the policy gives up at monotonic time ``now``; ``pinned`` trajectories stay."""
+    """Return what the policy evicts at monotonic time ``now``; ``pinned`` trajectories stay."""
     old_steps = frozenset[int]() if policy.keep is None else catalog.steps.behind(policy.keep)
     gone = [
         name
@@ -39,7 +39,7 @@ def garbage(catalog: Catalog, policy: Policy, pinned: Set[str], now: float) -> G
             or (
                 policy.expire_s is not None
                 and trajectory.state is TrajectoryState.OPEN
-                and now - trajectory.told_at >= policy.expire_s
+                and now - trajectory.updated_at >= policy.expire_s
             )
         )
     ]
@@ -58,28 +58,28 @@ def garbage(catalog: Catalog, policy: Policy, pinned: Set[str], now: float) -> G
     return Garbage(gone, np.union1d(old, stale), old_steps)
 
 
-def _referred(catalog: Catalog, names: Iterable[str], wanted: bool) -> NDArray[np.int64]:
-    """Return the numbers of the blocks that these trajectories refer to, if ``wanted``."""
-    found = [catalog.blocks_of(catalog.trajectories[name]) for name in names] if wanted else []
+def _referred(catalog: Catalog, names: Iterable[str], needed: bool) -> NDArray[np.int64]:
+    """Return the numbers of the blocks that these trajectories refer to, if ``needed``."""
+    found = [catalog.blocks_of(catalog.trajectories[name]) for name in names] if needed else []
     return np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
 
 
-def _all_within(blocks: NDArray[np.int64], given_up: NDArray[np.int64]) -> bool:
-    return len(blocks) > 0 and bool(np.isin(blocks, given_up).all())
+def _all_within(blocks: NDArray[np.int64], evicted: NDArray[np.int64]) -> bool:
+    return len(blocks) > 0 and bool(np.isin(blocks, evicted).all())
 
 
 def _too_far_behind(
-    catalog: Catalog, versions_B: NDArray[np.int32], most: int | None
+    catalog: Catalog, versions_B: NDArray[np.int32], max_diff: int | None
 ) -> NDArray[np.bool_]:
-    if most is None or not catalog.weight_versions:
+    if max_diff is None or not catalog.weight_versions:
         return np.zeros(len(versions_B), dtype=np.bool_)
-    return np.isin(versions_B, [n for n, age in _version_ages(catalog) if age > most])
+    return np.isin(versions_B, [n for n, age in _version_ages(catalog) if age > max_diff])
 
 
 def _version_ages(catalog: Catalog) -> Iterator[tuple[int, int]]:
-    """Yield (number, age) of the weight versions: by value if all are numbers, else by order.
+    """Yield (number, age) of the weight versions, by value if all labels are numbers.
 
-    The order is that in which engines first computed with them. Weights of one label are of one
+    Otherwise the order counts in which engines first used them. Weights with one label have one
     age, whatever their digests are.
     """
     used = list(catalog.versions_used)

@@ -1,4 +1,4 @@
-"""The RL steps that a trainer has begun, and the store's entries that say when."""
+"""The RL steps that a trainer has begun, and their store entries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STEP_BYTES = 200
 
 
 class StepLog:
-    """``current`` is the step that was begun last; a trainer may go back to an earlier one."""
+    """``current`` is the step that began last; a trainer may go back to an earlier one."""
 
     def __init__(self) -> None:
         self.current = 0
@@ -24,13 +24,13 @@ class StepLog:
         self._begun: list[tuple[int, int]] = []
 
     def snapshot(self) -> Snapshot:
-        """Return what a checkpoint keeps; ``begun`` has a step and its entry in every row."""
+        """Return what a checkpoint keeps; rows of ``begun`` are (step, store entry)."""
         used, begun = self._used.snapshot(), table(self._begun, 2)
         return {"current": self.current, "used": used, "begun": begun}
 
     @classmethod
     def restore(cls, saved: Saved) -> Self:
-        """Make again what gave a snapshot."""
+        """Return the step log of a snapshot."""
         made = cls()
         made.current = saved.integer("current")
         made._used = LastUsed.restore(saved.integers("used"))
@@ -38,30 +38,30 @@ class StepLog:
         return made
 
     def has_begun(self, step: int) -> bool:
-        """Whether the step is the current one, or the one before it and the message only late.
+        """Whether the step is current, or is the previous one and its message is late.
 
-        What a trainer records after going back by one step counts to the later step, which is kept
-        no shorter.
+        If a trainer goes back by one step, its new records count to the later step, whose records
+        are kept at least as long.
         """
         is_late = 0 < self.current - step <= LARGEST_JUMP and step == self._used.before_newest()
         return step == self.current or is_late
 
     def begin(self, step: int, entry: int) -> None:
-        """Note a step that the store's entry says has begun."""
+        """Record that a step has begun, with its store entry."""
         self.current = step
         self._used.use(step)
         self._begun.append((step, entry))
 
-    def behind(self, most: int) -> Set[int]:
-        """Return the steps that are ``most`` steps or more behind."""
+    def behind(self, minimum: int) -> Set[int]:
+        """Return the steps of age ``minimum`` or more."""
         steps = list(self._used)
-        return {step for step, age in zip(steps, ages(steps), strict=True) if age >= most}
+        return {step for step, age in zip(steps, ages(steps), strict=True) if age >= minimum}
 
     def keep(self, steps: Set[int], held: NDArray[np.int64]) -> list[int]:
-        """Forget steps but these and the last ones; return the entries that are not needed.
+        """Forget all steps except these and the newest; return the entries no longer needed.
 
-        An entry is needed while the last one of a step that is kept, or while anything that is
-        ``held`` (entries, ascending) was told between it and the next: that belongs to its step.
+        A step's entry is needed if it is the last one of a kept step, or if ``held`` (ascending
+        entry numbers) has an entry between it and the next step's: that entry belongs to the step.
         """
         self._used.keep(steps)
         last = dict(self._begun)
@@ -79,5 +79,5 @@ class StepLog:
         return len(self._begun)
 
     def nbytes(self) -> int:
-        """Return the memory that the steps take, about."""
+        """Return the approximate bytes of the step log."""
         return _STEP_BYTES * (len(self._used) + len(self._begun))

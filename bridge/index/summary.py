@@ -1,4 +1,4 @@
-"""What is held of each trajectory, in numbers."""
+"""Counts of the stored rows and bytes of a trajectory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _DIGEST_CHARS = 8
 
 
 def summarize(catalog: Catalog, name: str) -> TrajectorySummary:
-    """Count rows and bytes of one trajectory; rows that trajectories share count in each."""
+    """Count rows and bytes of one trajectory; a shared row counts in every trajectory."""
     trajectory = catalog.trajectories[name]
     everything = slice(0, len(trajectory))
-    places = {part: catalog.places(part, trajectory, everything) for part in Part}
-    held = {part: places[part]["block"] >= 0 for part in Part}
-    blocks = np.concatenate([places[part]["block"][held[part]] for part in Part])
+    locations = {part: catalog.locations(part, trajectory, everything) for part in Part}
+    held = {part: locations[part]["block"] >= 0 for part in Part}
+    blocks = np.concatenate([locations[part]["block"][held[part]] for part in Part])
     versions = np.unique(catalog.blocks.versions(blocks))
     width = {part: _row_bytes(catalog, trajectory, part) for part in Part}
     due = trajectory.rows >= 0
@@ -38,7 +38,7 @@ def summarize(catalog: Catalog, name: str) -> TrajectorySummary:
 
 
 def _labels(catalog: Catalog, versions: list[int]) -> tuple[str, ...]:
-    """Return the labels of weights; a label of several weights once each, with their digests."""
+    """Return weight labels; a label of several weights appears once per digest."""
     digests: dict[str, list[str]] = {}
     for number in versions:
         known = digests.setdefault(catalog.weight_versions[number], [])
@@ -53,5 +53,5 @@ def _labels(catalog: Catalog, versions: list[int]) -> tuple[str, ...]:
 
 def _row_bytes(catalog: Catalog, trajectory: TrajectoryMap, part: Part) -> NDArray[np.int64]:
     widths = [engine.hello.layout.row_bytes(part) for engine in catalog.engine_list]
-    # The extra entry is what engine -1 indexes: a position without a row still lacks one.
+    # Engine -1 indexes the extra entry: a position without a row counts as missing.
     return np.array([*widths, max(widths)], dtype=np.int64)[trajectory.engines]

@@ -48,7 +48,7 @@ class StoredPayload:
     """
 
     payload: memoryview
-    sums: NDArray[np.uint64] | None = None
+    checksums: NDArray[np.uint64] | None = None
     first_row: int = 0
 
 
@@ -111,7 +111,7 @@ class Store(Protocol):
     def in_memory(self, numbers: Iterable[int]) -> list[memoryview] | None:
         """Return the payloads of these entries if only this process can reach them all, or None."""
 
-    def drop(self, numbers: Sequence[int]) -> None:
+    def delete(self, numbers: Sequence[int]) -> None:
         """Give up entries; their space is used again. Unknown numbers are passed over."""
 
     def reserve(self, index_bytes: int) -> None:

@@ -51,9 +51,9 @@ class CachedStore:
         """Return the payloads of all these entries if memory holds them all."""
         return self._recent.views(numbers)
 
-    def drop(self, numbers: Sequence[int]) -> None:
+    def delete(self, numbers: Sequence[int]) -> None:
         """Give up entries in both tiers."""
-        self._durable.drop(numbers)
+        self._durable.delete(numbers)
         for number in numbers:
             self._recent.pop(number)
 

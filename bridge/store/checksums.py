@@ -15,7 +15,7 @@ from bridge.wire.envelope import Buffer
 _OFFSET_BITS = 20  # a message has at most 2^20 rows (bridge.wire.ingest.MAX_ROWS)
 
 
-def row_sums(number: int, payload: Buffer, row_bytes: int) -> NDArray[np.uint64]:
+def row_checksums(number: int, payload: Buffer, row_bytes: int) -> NDArray[np.uint64]:
     """Return the checksums of all rows of entry ``number``: uint64 [n]."""
     rows = memoryview(payload)
     row_bytes = row_bytes or rows.nbytes or 1

@@ -59,7 +59,7 @@ class MemoryStore:
         """Return the payloads of all these entries if none of them is spilled."""
         return self._payloads.views(numbers)
 
-    def drop(self, numbers: Sequence[int]) -> None:
+    def delete(self, numbers: Sequence[int]) -> None:
         """Give up entries."""
         elsewhere = []
         for number in numbers:
@@ -68,7 +68,7 @@ class MemoryStore:
             else:
                 elsewhere.append(number)
         if self._spill is not None:
-            self._spill.drop(elsewhere)
+            self._spill.delete(elsewhere)
 
     def reserve(self, index_bytes: int) -> None:
         """Leave room for the index."""

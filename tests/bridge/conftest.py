@@ -122,7 +122,7 @@ def small_pages(through: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[int,
 
         monkeypatch.setattr(ShmSegment, "acquire", shortened)
         monkeypatch.setattr("bridge.daemon.fetch.answer.MAX_PAGE_BYTES", page_bytes)
-        monkeypatch.setattr("bridge.daemon.fetch.gather.PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr("bridge.daemon.fetch.gather.CHUNK_BYTES", piece_bytes)
 
     return make
 

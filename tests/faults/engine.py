@@ -19,7 +19,7 @@ from bridge.wire import Ack, TrajectoryState, decode
 from tests.faults.expected import LAYOUT, Expected
 from tests.faults.journal import Journal, Promises, read
 
-_PLACES, _PLACE_BYTES = 3, 512 << 10
+_PLACES, _LOCATION_BYTES = 3, 512 << 10
 _FILLED_ROWS = 16  # of one message
 _TELL_EVERY = 6  # messages of rows between two of the trajectories
 
@@ -65,7 +65,7 @@ class WitnessedProducer(RecordProducer):
             overflow=stream.overflow,
         )
         self._shm_sender = (
-            ShmSender(_PLACES * _PLACE_BYTES, _PLACE_BYTES) if stream.seed & 2 else None
+            ShmSender(_PLACES * _LOCATION_BYTES, _LOCATION_BYTES) if stream.seed & 2 else None
         )
 
     def _keep_and_send(self, message: _Unacknowledged) -> None:

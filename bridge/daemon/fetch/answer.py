@@ -1,6 +1,6 @@
 """Answer a Fetch: which rows a page of a trajectory consists of, and what they hold.
 
-Shapes: T = positions of the page, P = positions of a piece of it, N = those of T whose engine's
+Shapes: T = positions of the page, P = positions of a chunk of it, N = those of T whose engine's
 ranks share rows, W = bytes of a row of the reply.
 """
 
@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.daemon.fetch.gather import LANDED_BYTES, PIECE_BYTES, Gather
+from bridge.daemon.fetch.gather import CHUNK_BYTES, LANDED_BYTES, Gather
 from bridge.daemon.fetch.landing import Landing
 from bridge.daemon.fetch.rank_join import Joining, Shares
 from bridge.daemon.memory.budget import MAX_PAGE_BYTES
@@ -34,12 +34,12 @@ _Shared = tuple[NDArray[np.intp], Shares]
 class _Found:
     """Where the rows of one part of a page are.
 
-    places    PLACE [T] of rows that one rank sent whole
+    locations  LOCATION [T] of rows that one rank sent whole
     versions  the weight version of every row, int32 [T]
     shared    rows of every engine whose ranks share them
     """
 
-    places: NDArray[np.void]
+    locations: NDArray[np.void]
     versions: NDArray[np.int32]
     shared: tuple[_Shared, ...]
 
@@ -57,7 +57,7 @@ class Fetching:
     ) -> Iterator[FetchReply | PageRows | ShmPageRows]:
         """Yield the first page of [start, stop); the client asks on from where it ends.
 
-        Its rows are read as they are asked for, so that the pieces before them can be on their way.
+        Its rows are read as they are asked for, so that the chunks before them can be on their way.
         With a ``landing`` for one of them at least they are written there; else the page has at
         most ``room`` bytes, or one position.
 
@@ -99,8 +99,8 @@ class Fetching:
         self, part: Part, trajectory: TrajectoryMap, page: slice, reference: Engine
     ) -> _Found:
         """Find one part; rows of an engine with another format are missing, not reinterpreted."""
-        places_T = self._catalog.places(part, trajectory, page)
-        versions_T = self._catalog.blocks.versions(places_T["block"])
+        locations_T = self._catalog.locations(part, trajectory, page)
+        versions_T = self._catalog.blocks.versions(locations_T["block"])
         rows_T, shared = trajectory.rows[page], []
         for number, at in group_indices(trajectory.engines[page]):
             if number < 0:
@@ -111,8 +111,8 @@ class Fetching:
                 shares = self._joining.find(engine, part, rows_T[at])
                 shared.append((np.arange(len(rows_T))[at], shares))
             if engine.is_shared or not is_like:
-                places_T["block"][at] = -1
-        return _Found(places_T, versions_T, tuple(shared))
+                locations_T["block"][at] = -1
+        return _Found(locations_T, versions_T, tuple(shared))
 
     def _head(
         self,
@@ -155,18 +155,20 @@ class Fetching:
         reduced: RecordLayout,
         landing: Landing | None,
     ) -> Iterator[PageRows | ShmPageRows]:
-        """Yield the rows of one part in the pieces in which they are read."""
+        """Yield the rows of one part in the chunks in which they are read."""
         if found.shared:
             for rows in self._mixed(part, found, full, reduced):
                 yield rows if landing is None else landing.take(rows)
             return
-        piece_bytes = None if landing is None else LANDED_BYTES
+        chunk_bytes = None if landing is None else LANDED_BYTES
         columns = selection(full, reduced, part)
-        for piece in self._gather.pieces(full.row_bytes(part), columns, found.places, piece_bytes):
+        for chunk in self._gather.chunks(
+            full.row_bytes(part), columns, found.locations, chunk_bytes
+        ):
             if landing is None:
-                yield PageRows(part, piece.begin, piece.valid, piece.rows())
+                yield PageRows(part, chunk.begin, chunk.valid, chunk.rows())
             else:
-                yield landing.put(part, piece)
+                yield landing.put(part, chunk)
 
     def _mixed(
         self, part: Part, found: _Found, full: RecordLayout, reduced: RecordLayout
@@ -176,14 +178,14 @@ class Fetching:
         if width == 0:
             return
         columns = selection(full, reduced, part)
-        step = max(1, PIECE_BYTES // width)
-        for begin in range(0, len(found.places), step):
-            places_P = found.places[begin : begin + step]
+        step = max(1, CHUNK_BYTES // width)
+        for begin in range(0, len(found.locations), step):
+            locations_P = found.locations[begin : begin + step]
             shared = list(_between(found.shared, begin, begin + step))
-            if len(shared) == 1 and len(shared[0][0]) == len(places_P):
+            if len(shared) == 1 and len(shared[0][0]) == len(locations_P):
                 rows_PW, valid_P = self._joining.rows(shared[0][1], reduced)
             else:
-                rows_PW, valid_P = self._gather.rows(full.row_bytes(part), columns, places_P)
+                rows_PW, valid_P = self._gather.rows(full.row_bytes(part), columns, locations_P)
                 for at, shares in shared:
                     rows_PW[at], valid_P[at] = self._joining.rows(shares, reduced)
             yield PageRows(part, begin, valid_P, rows_PW if valid_P.all() else rows_PW[valid_P])

@@ -5,7 +5,7 @@ token's row stands alone among those of the other requests of its forward pass. 
 to is joined in one call, which costs little more than the bytes do. To send long runs as they lie
 in memory costs no less: their checksum then reads them first, and the socket reads them from afar.
 
-Shapes: N = rows asked for, P = those of one piece, V = those of them that are intact, S = bytes of
+Shapes: N = rows asked for, P = those of one chunk, V = those of them that are intact, S = bytes of
 the selected columns of a row, C = rows of a run.
 """
 
@@ -29,8 +29,8 @@ from bridge.store.checksums import row_is_intact
 log = logging.getLogger(__name__)
 
 # A frame of this size is written by one core and sent by another out of the caches between them.
-PIECE_BYTES = 2 << 20
-# What is written to memory of the reader is not sent, but a message tells of every piece.
+CHUNK_BYTES = 2 << 20
+# What is written to memory of the reader is not sent, but a message tells of every chunk.
 LANDED_BYTES = 8 << 20
 
 # Payloads, and the first byte and the rows of a run in each of them.
@@ -38,11 +38,11 @@ _Found = tuple[list[memoryview], NDArray[np.int64], NDArray[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Chunk:
     """P rows asked for from the one at ``begin`` on: bool [P], and where the valid ones are.
 
     They are runs of rows in payloads (`bridge.daemon.fetch.copy_rows.copy_rows`), to be copied
-    before the next piece is asked for.
+    before the next chunk is asked for.
     """
 
     begin: int
@@ -75,55 +75,55 @@ class Gather:
         self._store = store
         self.corrupt_rows = 0
 
-    def pieces(
+    def chunks(
         self,
         row_bytes: int,
         columns: Sequence[slice],
-        places_N: NDArray[np.void],
-        piece_bytes: int | None = None,
-    ) -> Iterator[Piece]:
-        """Yield the rows at PLACE [N] in pieces, of one row at least.
+        locations_N: NDArray[np.void],
+        chunk_bytes: int | None = None,
+    ) -> Iterator[Chunk]:
+        """Yield the rows at LOCATION [N] in chunks, of one row at least.
 
-        A piece has at most ``piece_bytes``, None: PIECE_BYTES. ``columns`` are those of a row of
-        ``row_bytes`` to return; of none there are no pieces.
+        A chunk has at most ``chunk_bytes``, None: CHUNK_BYTES. ``columns`` are those of a row of
+        ``row_bytes`` to return; of none there are no chunks.
         """
         selected = sum(column.stop - column.start for column in columns)
         if selected == 0:
             return
-        step = max(1, (piece_bytes or PIECE_BYTES) // selected)
-        begins = range(0, len(places_N), step)
-        valid_N = places_N["block"] >= 0
-        runs = _Runs.of(places_N, valid_N, begins)
+        step = max(1, (chunk_bytes or CHUNK_BYTES) // selected)
+        begins = range(0, len(locations_N), step)
+        valid_N = locations_N["block"] >= 0
+        runs = _Runs.of(locations_N, valid_N, begins)
         columns_K2 = np.array([(c.start, c.stop) for c in columns], dtype=np.int64)
         for begin, found in zip(begins, self._read(runs, row_bytes, valid_N), strict=True):
-            yield Piece(
+            yield Chunk(
                 begin, valid_N[begin : begin + step], *found, row_bytes, columns_K2, selected
             )
 
     def rows(
-        self, row_bytes: int, columns: Sequence[slice], places_N: NDArray[np.void]
+        self, row_bytes: int, columns: Sequence[slice], locations_N: NDArray[np.void]
     ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-        """Return all rows at PLACE [N] at once, uint8 [N, S], and which are valid, bool [N].
+        """Return all rows at LOCATION [N] at once, uint8 [N, S], and which are valid, bool [N].
 
         Other rows are zero. If there are none, the rows may be read only.
         """
         selected = sum(column.stop - column.start for column in columns)
         rows_NS: NDArray[np.uint8] | None = None
-        valid_N = np.zeros(len(places_N), dtype=np.bool_)
-        for piece in self.pieces(row_bytes, columns, places_N):
-            if len(piece.valid) == len(places_N) and piece.valid.all():
-                return piece.rows(), piece.valid
+        valid_N = np.zeros(len(locations_N), dtype=np.bool_)
+        for chunk in self.chunks(row_bytes, columns, locations_N):
+            if len(chunk.valid) == len(locations_N) and chunk.valid.all():
+                return chunk.rows(), chunk.valid
             if rows_NS is None:
-                rows_NS = np.zeros((len(places_N), selected), dtype=np.uint8)
-            at = slice(piece.begin, piece.begin + len(piece.valid))
-            valid_N[at] = piece.valid
-            rows_NS[at][piece.valid] = piece.rows()
+                rows_NS = np.zeros((len(locations_N), selected), dtype=np.uint8)
+            at = slice(chunk.begin, chunk.begin + len(chunk.valid))
+            valid_N[at] = chunk.valid
+            rows_NS[at][chunk.valid] = chunk.rows()
         if rows_NS is None:
-            rows_NS = np.zeros((len(places_N), selected), dtype=np.uint8)
+            rows_NS = np.zeros((len(locations_N), selected), dtype=np.uint8)
         return rows_NS, valid_N
 
     def _read(self, runs: _Runs, row_bytes: int, valid_N: NDArray[np.bool_]) -> Iterator[_Found]:
-        """Yield the payloads and runs of each piece; mark what is lost."""
+        """Yield the payloads and runs of each chunk; mark what is lost."""
         payloads = self._store.in_memory(runs.blocks.tolist())
         begins = runs.offsets.astype(np.int64) * row_bytes
         if payloads is not None and runs.lie_within(payloads, begins, row_bytes):
@@ -150,7 +150,7 @@ class Gather:
                 end = begin + count * row_bytes
                 view = held.payload[begin:end]
                 if len(view) == end - begin:
-                    if held.sums is None:
+                    if held.checksums is None:
                         rows.append(view)
                     else:
                         rows += self._checked(held, view, run, valid_N)
@@ -162,11 +162,11 @@ class Gather:
         self, held: StoredPayload, view: memoryview, run: Run, valid_N: NDArray[np.bool_]
     ) -> Iterator[memoryview]:
         """Yield the rows of a run that have still the bytes that the engine sent."""
-        assert held.sums is not None
+        assert held.checksums is not None
         block, first, at, count = run
         row_bytes = view.nbytes // count
         begin = first - held.first_row
-        expected = held.sums[begin : begin + count].tolist()
+        expected = held.checksums[begin : begin + count].tolist()
         for index in range(count):
             row = view[index * row_bytes : (index + 1) * row_bytes]
             if index < len(expected) and row_is_intact(block, first + index, row, expected[index]):
@@ -184,11 +184,11 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Runs of held rows, none of which crosses the begin of a piece.
+    """Runs of held rows, none of which crosses the begin of a chunk.
 
     blocks, offsets   the entry of a run and the place of its first row there
     starts, counts    its first row among those asked for, and how many there are
-    bounds            the runs of piece i are those from bounds[i] to bounds[i + 1]
+    bounds            the runs of chunk i are those from bounds[i] to bounds[i + 1]
     """
 
     blocks: NDArray[np.int64]
@@ -198,16 +198,16 @@ class _Runs:
     bounds: list[int]
 
     @classmethod
-    def of(cls, places_N: NDArray[np.void], held_N: NDArray[np.bool_], begins: range) -> Self:
-        """Find the runs of rows at PLACE [N]; ``held_N`` says which rows are held."""
-        blocks, offsets = places_N["block"], places_N["offset"]
-        breaks_N = np.empty(len(places_N), dtype=np.bool_)
+    def of(cls, locations_N: NDArray[np.void], held_N: NDArray[np.bool_], begins: range) -> Self:
+        """Find the runs of rows at LOCATION [N]; ``held_N`` says which rows are held."""
+        blocks, offsets = locations_N["block"], locations_N["offset"]
+        breaks_N = np.empty(len(locations_N), dtype=np.bool_)
         breaks_N[1:] = (blocks[1:] != blocks[:-1]) | (offsets[1:] != offsets[:-1] + np.uint32(1))
         breaks_N[:: begins.step] = True
         starts, counts = runs(breaks_N)
         held = held_N[starts]
         starts = starts[held]
-        bounds: list[int] = starts.searchsorted([*begins, len(places_N)]).tolist()
+        bounds: list[int] = starts.searchsorted([*begins, len(locations_N)]).tolist()
         return cls(blocks[starts], offsets[starts], starts, counts[held], bounds)
 
     def lie_within(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.daemon.fetch.gather import Piece
+from bridge.daemon.fetch.gather import Chunk
 from bridge.layout import Part
 from bridge.transport.shared_memory import STAMP_BYTES, stamp
 from bridge.wire import PageRows, ShmPageRows
@@ -13,7 +13,7 @@ from bridge.wire.fields import wire_bytes
 
 
 class Landing:
-    """A place for the rows of one page, one piece after the other."""
+    """A place for the rows of one page, one chunk after the other."""
 
     def __init__(self, memory: memoryview) -> None:
         self._stamp = stamp(memory)
@@ -25,18 +25,18 @@ class Landing:
         """How many bytes of rows fit."""
         return len(self._rows)
 
-    def put(self, part: Part, piece: Piece) -> ShmPageRows:
-        """Write the rows of a piece; return what tells the client of them."""
-        nbytes = piece.copy_to(self._rows[self._at :])
-        return self._told(part, piece.begin, piece.valid, piece.selected, nbytes)
+    def put(self, part: Part, chunk: Chunk) -> ShmPageRows:
+        """Write the rows of a chunk; return what tells the client of them."""
+        nbytes = chunk.copy_to(self._rows[self._at :])
+        return self._described(part, chunk.begin, chunk.valid, chunk.selected, nbytes)
 
     def take(self, rows: PageRows) -> ShmPageRows:
         """Write rows that are joined already."""
         nbytes = rows.nbytes
         self._rows[self._at : self._at + nbytes] = wire_bytes(rows.rows, np.uint8)
-        return self._told(rows.part, rows.begin, rows.valid, rows.rows.shape[1], nbytes)
+        return self._described(rows.part, rows.begin, rows.valid, rows.rows.shape[1], nbytes)
 
-    def _told(
+    def _described(
         self, part: Part, begin: int, valid: NDArray[np.bool_], row_bytes: int, nbytes: int
     ) -> ShmPageRows:
         at, self._at = self._at, self._at + nbytes

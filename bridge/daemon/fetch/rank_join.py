@@ -6,7 +6,7 @@ byte that several of them sent or on the weights that computed it, or if fc2 is 
 expert slot was sent by nobody or twice: ranks that have lost step with each other must not make a
 row that none of them computed.
 
-Shapes: N = rows asked for, P = rows of a piece of them, S = ranks that send bytes of them, W =
+Shapes: N = rows asked for, P = rows of a chunk of them, S = ranks that send bytes of them, W =
 bytes of a narrowed row, C = expert slots of a row in all layers, K = of one layer.
 """
 
@@ -24,8 +24,8 @@ from bridge.index import Engine
 from bridge.index.tables.block_table import BlockTable
 from bridge.layout import Part, RecordLayout, Shard
 
-# Rows are joined in pieces, because much more may be read of them than is asked for.
-_PIECE_BYTES = 4 << 20
+# Rows are joined in chunks, because much more may be read of them than is asked for.
+_CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +34,19 @@ class Shares:
 
     full     layout of a whole row
     shards   of the S ranks that send bytes of the part
-    places   PLACE [N, S] of the shares; of a missing row none is anywhere
+    locations  LOCATION [N, S] of the shares; of a missing row none is anywhere
     widths   bytes of a row of the messages they came in, int32 [N, S]
     """
 
     part: Part
     full: RecordLayout
     shards: tuple[Shard, ...]
-    places: NDArray[np.void]
+    locations: NDArray[np.void]
     widths: NDArray[np.int32]
 
     def __getitem__(self, rows: slice) -> Shares:
         """Return those of some of the rows."""
-        return replace(self, places=self.places[rows], widths=self.widths[rows])
+        return replace(self, locations=self.locations[rows], widths=self.widths[rows])
 
 
 class Joining:
@@ -58,61 +58,65 @@ class Joining:
 
     def find(self, engine: Engine, part: Part, rows_N: NDArray[np.int64]) -> Shares:
         """Return what is held of an engine's rows."""
-        places_NS = engine.maps[part].find_each(rows_N)
-        versions_NS = self._blocks.versions(places_NS["block"])
-        valid_N = (places_NS["block"] >= 0).all(axis=1)
+        locations_NS = engine.maps[part].find_each(rows_N)
+        versions_NS = self._blocks.versions(locations_NS["block"])
+        valid_N = (locations_NS["block"] >= 0).all(axis=1)
         valid_N &= (versions_NS == versions_NS[:, :1]).all(axis=1)
-        places_NS["block"][~valid_N] = -1
-        widths_NS = self._blocks.row_bytes(places_NS["block"])
-        return Shares(part, engine.hello.layout, tuple(engine.senders(part)), places_NS, widths_NS)
+        locations_NS["block"][~valid_N] = -1
+        widths_NS = self._blocks.row_bytes(locations_NS["block"])
+        return Shares(
+            part, engine.hello.layout, tuple(engine.senders(part)), locations_NS, widths_NS
+        )
 
     def rows(
         self, shares: Shares, reduced: RecordLayout
     ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
         """Return (uint8 [N, W], valid bool [N]) in a reduced layout; other rows are zero."""
-        part, count = shares.part, len(shares.places)
+        part, count = shares.part, len(shares.locations)
         joined_NW = np.zeros((count, reduced.row_bytes(part)), dtype=np.uint8)
         if joined_NW.size == 0:
             return joined_NW, np.zeros(count, dtype=np.bool_)
-        valid_N = np.all(shares.places["block"] >= 0, axis=1)
+        valid_N = np.all(shares.locations["block"] >= 0, axis=1)
         plan = join_plan(shares.full, shares.shards, reduced, part)
-        step = max(1, _PIECE_BYTES // shares.full.row_bytes(part))
+        step = max(1, _CHUNK_BYTES // shares.full.row_bytes(part))
         for begin in range(0, count, step):
             at = slice(begin, begin + step)
-            piece = _Piece(joined_NW[at], valid_N[at], {})
+            chunk = _Chunk(joined_NW[at], valid_N[at], {})
             for number, share in enumerate(plan):
-                self._add(piece, share, part, shares.places[at, number], shares.widths[at, number])
-            piece.finish()
+                self._add(
+                    chunk, share, part, shares.locations[at, number], shares.widths[at, number]
+                )
+            chunk.finish()
         return joined_NW, valid_N
 
     def _add(
         self,
-        piece: _Piece,
+        chunk: _Chunk,
         share: Share,
         part: Part,
-        places_P: NDArray[np.void],
+        locations_P: NDArray[np.void],
         widths_P: NDArray[np.int32],
     ) -> None:
-        """Add what one rank sent of a piece."""
+        """Add what one rank sent of a chunk."""
         if not share.shard.by_slot or part is Part.KV:
             width = share.shard.layout.row_bytes(part)
             if share.moves or len(share.again[0]):
                 read = share.read or (slice(0, width),)
-                rows_PB, found_P = self._gather.rows(width, read, places_P)
-                piece.valid_P &= found_P
-                piece.add(share, slice(None), rows_PB)
+                rows_PB, found_P = self._gather.rows(width, read, locations_P)
+                chunk.valid_P &= found_P
+                chunk.add(share, slice(None), rows_PB)
             return
         for width, at in _by_width(widths_P):
             read = share.read or (slice(0, width),)
-            rows_PB, found = self._gather.rows(width, read, places_P[at])
-            piece.valid_P[at] &= found
-            piece.add(share, at, rows_PB)
+            rows_PB, found = self._gather.rows(width, read, locations_P[at])
+            chunk.valid_P[at] &= found
+            chunk.add(share, at, rows_PB)
             if share.slots is not None:
-                piece.add_slots(share.shard, share.slots, at, rows_PB)
+                chunk.add_slots(share.shard, share.slots, at, rows_PB)
 
 
 @dataclass(slots=True)
-class _Piece:
+class _Chunk:
     """Some rows that are put together.
 
     sent   by number of a part of the slots: how many ranks sent each slot, uint8 [P, C]

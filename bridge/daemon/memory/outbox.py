@@ -66,7 +66,7 @@ class Outbox:
             self._behind[peer] = unsent
         return True
 
-    def tell(self, peer: bytes, message: Message, seq: int) -> None:
+    def reply(self, peer: bytes, message: Message, seq: int) -> None:
         """Queue a small answer that needs no room, unless the peer has not read many of them."""
         unsent = self._unsent(peer)
         if unsent.nbytes > _SMALL_BYTES:

@@ -1,6 +1,6 @@
-"""What is known of every block of rows: whose it is, with which weights it was computed, when.
+"""Engine, part, weight version, RL step and row size of every block of rows.
 
-A block is the store's entry of one Rows message; blocks are named by the number of their entry.
+A block is the store entry of one Rows message; its number is the number of the entry.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ BLOCK = np.dtype(
 
 _FIELDS = BLOCK.names or ()
 _MIN_ROOM = 1024
-_DROPPED = -1
+_DELETED = -1
 
 
 class BlockTable:
-    """The blocks held, by ascending number: 25 bytes each, at most half of them dropped ones.
+    """The stored blocks by ascending number, 25 bytes each; at most half are deleted ones.
 
-    A number costs nothing by being far from the others, however long the bridge has served.
+    Gaps between numbers take no memory.
     """
 
     def __init__(self) -> None:
         self._numbers: NDArray[np.int64] = np.empty(_MIN_ROOM, dtype=np.int64)
         self._blocks: NDArray[np.void] = np.empty(_MIN_ROOM, dtype=BLOCK)
         self._end = 0
-        self._dropped = 0
+        self._deleted = 0
 
     def snapshot(self) -> Snapshot:
-        """Return what a checkpoint keeps: the numbers of what is held, and every field of BLOCK."""
+        """Return what a checkpoint keeps: numbers of the stored blocks, and the fields of BLOCK."""
         numbers, blocks = self.held()
         return {"numbers": numbers.copy()} | {name: blocks[name].copy() for name in _FIELDS}
 
     @classmethod
     def restore(cls, saved: Saved) -> Self:
-        """Make again what gave a snapshot, without room for more, which the next block makes."""
+        """Return the table of a snapshot; the next `put` makes room for more."""
         made = cls()
         made._numbers = saved.array("numbers", np.int64).copy()
         made._end = len(made._numbers)
@@ -48,14 +48,14 @@ class BlockTable:
         for name in _FIELDS:
             column = saved.array(name, BLOCK[name].type)
             if len(column) != made._end:
-                raise UnusableCheckpoint(f"{name} is not known of every block")
+                raise UnusableCheckpoint(f"{name} has another length than the blocks")
             made._blocks[name] = column
         return made
 
     def put(
         self, number: int, engine: int, part: int, version: int, step: int, row_bytes: int
     ) -> None:
-        """Note a block; numbers ascend."""
+        """Add a block; the caller passes ascending numbers."""
         if self._end == len(self._numbers):
             self._resize()
         self._numbers[self._end] = number
@@ -73,16 +73,16 @@ class BlockTable:
     def held(self) -> tuple[NDArray[np.int64], NDArray[np.void]]:
         """Return (numbers [B], BLOCK [B]) of all blocks, ascending."""
         numbers, blocks = self._numbers[: self._end], self._blocks[: self._end]
-        if not self._dropped:
+        if not self._deleted:
             return numbers, blocks
-        kept = blocks["engine"] != _DROPPED
+        kept = blocks["engine"] != _DELETED
         return numbers[kept], blocks[kept]
 
-    def drop(self, numbers: NDArray[np.int64]) -> None:
-        """Forget blocks that are held."""
-        self._blocks["engine"][self._places(numbers)] = _DROPPED
-        self._dropped += len(numbers)
-        if self._dropped > self._end // 2:
+    def delete(self, numbers: NDArray[np.int64]) -> None:
+        """Delete stored blocks."""
+        self._blocks["engine"][self._indices(numbers)] = _DELETED
+        self._deleted += len(numbers)
+        if self._deleted > self._end // 2:
             self._resize()
 
     def nbytes(self) -> int:
@@ -92,17 +92,17 @@ class BlockTable:
     def _column(self, name: str, blocks_N: NDArray[np.int64], none: int) -> NDArray[np.int32]:
         if self._end == 0:
             return np.full(blocks_N.shape, none, dtype=np.int32)
-        found: NDArray[np.int32] = self._blocks[name][self._places(blocks_N)]
+        found: NDArray[np.int32] = self._blocks[name][self._indices(blocks_N)]
         return np.where(blocks_N < 0, np.int32(none), found)
 
-    def _places(self, numbers: NDArray[np.int64]) -> NDArray[np.intp]:
-        places: NDArray[np.intp] = self._numbers[: self._end].searchsorted(numbers)
-        return places
+    def _indices(self, numbers: NDArray[np.int64]) -> NDArray[np.intp]:
+        indices: NDArray[np.intp] = self._numbers[: self._end].searchsorted(numbers)
+        return indices
 
     def _resize(self) -> None:
-        """Leave out what was dropped, and make as much room again as is in use."""
+        """Remove deleted blocks, and make room for twice the remaining ones."""
         numbers, blocks = self.held()
         room = max(_MIN_ROOM, 2 * len(numbers))
         self._numbers, self._blocks = np.empty(room, dtype=np.int64), np.empty(room, dtype=BLOCK)
         self._numbers[: len(numbers)], self._blocks[: len(numbers)] = numbers, blocks
-        self._end, self._dropped = len(numbers), 0
+        self._end, self._deleted = len(numbers), 0

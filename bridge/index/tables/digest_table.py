@@ -12,7 +12,7 @@ from bridge.index.tables.saved import Saved, Snapshot, integers, lengths, lists,
 from bridge.index.tables.sizes import text_bytes
 from bridge.wire import WeightDigests
 
-_ITEM_BYTES = 100  # the place of two strings in a dict
+_ITEM_BYTES = 100  # two strings as an item of a dict
 
 
 @dataclass(slots=True)
@@ -24,16 +24,16 @@ class _Version:
 
 
 class DigestTable:
-    """What every engine reported of its weights; ``nbytes`` is the memory that takes, about."""
+    """The weight digests that every engine reported; ``nbytes`` is their approximate memory."""
 
     def __init__(self) -> None:
         self._versions: dict[str, _Version] = {}
         self.nbytes = 0
 
     def snapshot(self) -> Snapshot:
-        """Return what a checkpoint keeps: columns of versions, of their engines, of their digests.
+        """Return what a checkpoint keeps: columns of versions, engines and digests.
 
-        ``engines`` and ``tensors`` say how many there are of each version and of each engine.
+        ``engines`` has the number of engines per version, ``tensors`` the tensors per engine.
         """
         versions = self._versions.values()
         reports = [report for held in versions for report in held.by_engine.values()]
@@ -50,7 +50,7 @@ class DigestTable:
 
     @classmethod
     def restore(cls, saved: Saved) -> Self:
-        """Make again what gave a snapshot."""
+        """Return the table of a snapshot."""
         made = cls()
         by_engine = _reports(saved)
         columns = saved.texts("versions"), saved.integers("steps"), saved.lists("entries")
@@ -62,21 +62,21 @@ class DigestTable:
         return made
 
     def get(self, weight_version: str) -> Mapping[str, Mapping[str, str]]:
-        """Return engine -> tensor name -> digest, the engine that reported last standing last."""
+        """Return engine -> tensor name -> digest; the last item reported last."""
         held = self._versions.get(weight_version)
         return {} if held is None else held.by_engine
 
-    def put(self, told: WeightDigests, number: int, step: int) -> None:
-        """Join a report, the store's entry ``number``, with what the engine said before."""
-        # Versions stand in the order of their last report.
-        held = self._versions.pop(told.weight_version, None) or _Version()
-        self._versions[told.weight_version] = held
-        earlier = held.by_engine.pop(told.engine_id, {})
-        again = {name: earlier[name] for name in told.digests.keys() & earlier.keys()}
-        added = digest_bytes(told.digests) - digest_bytes(again)
+    def put(self, record: WeightDigests, number: int, step: int) -> None:
+        """Merge a report, store entry ``number``, with the engine's earlier reports."""
+        # Versions are in the order of their last report.
+        held = self._versions.pop(record.weight_version, None) or _Version()
+        self._versions[record.weight_version] = held
+        earlier = held.by_engine.pop(record.engine_id, {})
+        again = {name: earlier[name] for name in record.digests.keys() & earlier.keys()}
+        added = digest_bytes(record.digests) - digest_bytes(again)
         held.nbytes += added
         self.nbytes += added
-        held.by_engine[told.engine_id] = {**earlier, **told.digests}
+        held.by_engine[record.engine_id] = {**earlier, **record.digests}
         held.entries.append(number)
         held.step = step
 
@@ -85,11 +85,11 @@ class DigestTable:
         return {held.step for held in self._versions.values()}
 
     def entries(self) -> list[int]:
-        """Return the store's entries that hold the reports."""
+        """Return the store entries of the reports."""
         return [entry for held in self._versions.values() for entry in held.entries]
 
     def forget(self, entries: set[int]) -> bool:
-        """Forget versions whose reports are gone; return False if a part of one is."""
+        """Forget versions whose entries are deleted; return False if only some of one are."""
         for name, held in list(self._versions.items()):
             lost = entries.intersection(held.entries)
             if lost and len(lost) < len(held.entries):
@@ -98,8 +98,8 @@ class DigestTable:
                 self.nbytes -= self._versions.pop(name).nbytes
         return True
 
-    def drop(self, steps: Set[int]) -> list[int]:
-        """Forget versions last reported in these steps, but not the newest; return entries."""
+    def delete(self, steps: Set[int]) -> list[int]:
+        """Delete versions last reported in these steps, except the newest; return entries."""
         old = [name for name, held in list(self._versions.items())[:-1] if held.step in steps]
         numbers: list[int] = []
         for name in old:
@@ -110,7 +110,7 @@ class DigestTable:
 
 
 def _reports(saved: Saved) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield (engine, what it reported) version by version."""
+    """Yield (engine, its digests) in the order of the versions."""
     # Engines name the same tensors.
     names = map(intern, saved.texts("tensor_names"))
     digests = zip(names, saved.texts("digests"), strict=True)

@@ -1,11 +1,11 @@
-"""Which rollouts a trajectory consists of, whatever order their messages arrive in.
+"""The rollouts of a trajectory, independent of the order in which messages arrive.
 
-A rollout is one request of an engine; an engine numbers its requests upwards from 1. A rollout
-begins its trajectory anew, and replaces what was recorded under the name, or continues it. So a
-trajectory is the last rollout that began anew and those that have continued it since.
+A rollout is one request of an engine, which numbers its requests upwards from 1. A rollout either
+replaces the trajectory of its name or continues it. A trajectory therefore consists of the last
+rollout that replaced it and of the rollouts that continued it since.
 
-Engines do not know of each other's numbers. Which of two engines began anew last is decided by
-arrival, and after that only higher numbers of the engine that was replaced count.
+Engines do not know each other's numbers. If two engines replace a trajectory, the order of arrival
+decides. After that only higher numbers of the replaced engine count.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ class Fate(Enum):
     """What to do with a message of a rollout."""
 
     MERGE = auto()
-    """It belongs to what there is."""
+    """The message belongs to the current rollouts."""
     REPLACE = auto()
-    """It begins the trajectory anew."""
+    """The message replaces the trajectory."""
     BEGIN_BELOW = auto()
-    """It begins anew what later rollouts of its engine, which arrived first, continue."""
+    """The message replaces the trajectory, but later rollouts that continue it came first."""
     SUPERSEDED = auto()
-    """It belongs to a rollout that was replaced."""
+    """The message belongs to a replaced rollout."""
 
 
 class _Of(NamedTuple):
-    """Of one engine: up to which rollout all are replaced, which began anew, which is the highest.
+    """Rollouts of one engine.
 
-    ``entry`` is the store's entry of the last message of the highest.
+    All up to ``replaced`` are replaced, ``begun`` replaced the trajectory, ``highest`` is the
+    newest; ``entry`` is the store entry of the newest one's last message.
     """
 
     replaced: int = 0
@@ -45,21 +46,21 @@ ROLLOUT_COLUMNS = 1 + len(_NONE)
 
 
 class Rollouts:
-    """What is known of each engine's rollouts.
+    """The rollouts of each engine.
 
-    Number 0 is a message of an engine that does not number its requests: it always merges.
+    Rollout 0 is a message of an engine that does not number its requests; it always merges.
     """
 
     def __init__(self) -> None:
         self._engines: dict[int, _Of] = {}
 
     def rows(self) -> Iterator[tuple[int, ...]]:
-        """Yield what a checkpoint keeps: an engine and the `ROLLOUT_COLUMNS` - 1 numbers of it."""
+        """Yield what a checkpoint keeps: rows of (engine, replaced, begun, highest, entry)."""
         return ((engine, *known) for engine, known in self._engines.items())
 
     @classmethod
     def restore(cls, rows: Iterable[list[int]]) -> Self:
-        """Make again what gave rows."""
+        """Return the rollouts of `rows`."""
         made = cls()
         made._engines = {engine: _Of(*known) for engine, *known in rows}
         return made
@@ -68,7 +69,7 @@ class Rollouts:
         return len(self._engines)
 
     def fate(self, engine: int, rollout: int, continues: bool) -> Fate:
-        """Return what becomes of a message, before `note`."""
+        """Return the fate of a message; call it before `note`."""
         known = self._engines.get(engine, _NONE)
         if not rollout:
             return Fate.MERGE
@@ -79,10 +80,10 @@ class Rollouts:
         return Fate.BEGIN_BELOW if rollout < known.highest else Fate.REPLACE
 
     def note(self, engine: int, rollout: int, fate: Fate, entry: int) -> set[int]:
-        """Note a message that is the store's ``entry``; return the entries that are still needed.
+        """Record a message, which is store entry ``entry``; return the entries still needed.
 
-        These are the other engines' last ones, without which a restart would not know that they
-        were replaced. Only a message that replaces all others makes any of them dispensable.
+        These are the last entries of the other engines. Without them a restart would not know that
+        the rollouts were replaced.
         """
         if fate in (Fate.REPLACE, Fate.BEGIN_BELOW):
             for other, known in self._engines.items():

@@ -1,4 +1,4 @@
-"""Walk an array by equal keys or by stretches."""
+"""Group an array by key, and find runs in it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 
 def group_indices(keys_N: NDArray[Any]) -> Iterator[tuple[int, slice | NDArray[np.intp]]]:
-    """Yield (key, what to index to get its items) for every distinct key of an integer array [N].
+    """Yield (key, index of its items) for every distinct key of an integer array [N], ascending.
 
-    Keys ascend. Mostly there is one: to see that takes no sorting, and to get all items no copy.
+    Most arrays have one key. The function then sorts nothing and yields a slice, which copies
+    nothing.
     """
     if len(keys_N) == 0:
         return
@@ -29,7 +30,7 @@ def group_indices(keys_N: NDArray[Any]) -> Iterator[tuple[int, slice | NDArray[n
 
 
 def runs(begins_N: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return (first index, length) of the stretches that begin where [N] says; at 0 one does."""
+    """Return (first indices, lengths) of the runs; ``begins_N`` marks where runs begin."""
     begins_N[:1] = True
     firsts = np.flatnonzero(begins_N)
     lengths = np.empty_like(firsts)

@@ -1,9 +1,8 @@
-"""The plain form in which a checkpoint keeps the index: numbers, texts, maps, lists and arrays.
+"""The plain form of the index in a checkpoint: numbers, texts, maps, lists and arrays.
 
-Every class of the index gives its own with `snapshot` and is made of it again with `restore`. What
-there may be much of is in columns: one array for all, and the lengths of what belongs together.
-A snapshot shares no array with the index, which goes on changing; `Saved` gives arrays of the file,
-which `restore` copies.
+Every class of the index has `snapshot` and `restore`. Long lists are stored as columns: one array
+for all items, and the lengths of the lists. A snapshot shares no array with the index, because the
+index goes on changing. `Saved` returns arrays of the file, which `restore` copies.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ Snapshot = dict[str, Any]
 
 
 class UnusableCheckpoint(Exception):
-    """It is damaged, or of another version: the journal is read instead, which has it all."""
+    """A checkpoint is damaged or of another version; the daemon reads the journal instead."""
 
 
 def integers(values: Iterable[int]) -> NDArray[np.int64]:
-    """Return numbers as a column."""
+    """Return numbers as a column, int64 [n]."""
     return np.fromiter(values, np.int64)
 
 
 def lengths(values: Iterable[Sized]) -> NDArray[np.int64]:
-    """Return how many items each of the values has."""
+    """Return the number of items of each value, int64 [n]."""
     return np.fromiter(map(len, values), np.int64)
 
 
@@ -40,42 +39,42 @@ def table(rows: Iterable[Sequence[int]], width: int) -> NDArray[np.int64]:
 
 
 def texts(values: Collection[str]) -> Snapshot:
-    """Return texts end to end, as the bytes of UTF-8, and the length of each in characters."""
+    """Return the joined texts in UTF-8, and the length of each text in characters."""
     joined = np.frombuffer("".join(values).encode(), np.uint8)
     return {"lengths": lengths(values), "utf8": joined}
 
 
 def lists(values: Collection[Collection[int]]) -> Snapshot:
-    """Return lists of numbers end to end, and the length of each."""
+    """Return the joined lists of numbers, and the length of each list."""
     return {"lengths": lengths(values), "values": integers(chain.from_iterable(values))}
 
 
 def cut(values: NDArray[Number], lengths_N: NDArray[np.int64]) -> list[NDArray[Number]]:
-    """Return pieces of these lengths, each a copy."""
+    """Return copies of consecutive parts of these lengths."""
     return [values[begin:end].copy() for begin, end in _bounds(len(values), lengths_N)]
 
 
 def cut_rows(rows: NDArray[np.int64], lengths_N: NDArray[np.int64]) -> Iterator[list[list[int]]]:
-    """Yield so many rows of a `table` after the other."""
+    """Yield consecutive rows of a `table`, ``lengths_N`` rows at a time."""
     items = rows.tolist()
     return (items[begin:end] for begin, end in _bounds(len(items), lengths_N))
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a checkpoint says of one object; raises UnusableCheckpoint where that is not its form.
+    """The values of one object in a checkpoint; methods raise UnusableCheckpoint on a wrong type.
 
-    Arrays lie in the file and cannot be written to.
+    Arrays are views of the file and read-only.
     """
 
     values: dict[str, Any]
 
     def part(self, name: str) -> Saved:
-        """Return what it says of a part."""
+        """Return the values of a nested object."""
         return _saved(name, self.values.get(name))
 
     def parts(self, name: str) -> list[Saved]:
-        """Return what it says of each item of a list."""
+        """Return the values of each object in a list."""
         found = self.values.get(name)
         if type(found) is not list:
             raise UnusableCheckpoint(f"{name} is not a list")
@@ -89,10 +88,10 @@ class Saved:
         return found
 
     def array(self, name: str, kind: type[Number], *inner: int) -> NDArray[Number]:
-        """Return an array of any length whose items are of this kind and shape."""
+        """Return an array of any length with items of this type and shape."""
         found = self.values.get(name)
         if not isinstance(found, np.ndarray) or found.dtype != kind or found.shape[1:] != inner:
-            raise UnusableCheckpoint(f"{name} is not an array of its kind")
+            raise UnusableCheckpoint(f"{name} is not an array of the expected type")
         return found
 
     def integers(self, name: str) -> list[int]:
@@ -101,22 +100,22 @@ class Saved:
         return found
 
     def table(self, name: str, width: int) -> NDArray[np.int64]:
-        """Return what `table` made: rows of ``width`` numbers."""
+        """Return a `table`: int64 [n, width]."""
         return self.array(name, np.int64, width)
 
     def pairs(self, name: str) -> dict[int, int]:
-        """Return a map that was a `table` of its items."""
+        """Return a map that was saved as a `table` of its items."""
         return dict(self.table(name, 2).tolist())
 
     def texts(self, name: str) -> list[str]:
-        """Return what `texts` was given."""
+        """Return the texts that `texts` saved."""
         saved = self.part(name)
         joined = str(saved.array("utf8", np.uint8).data, "utf-8")
         bounds = _bounds(len(joined), saved.array("lengths", np.int64))
         return [joined[begin:end] for begin, end in bounds]
 
     def lists(self, name: str) -> list[list[int]]:
-        """Return what `lists` was given."""
+        """Return the lists that `lists` saved."""
         saved = self.part(name)
         values = saved.integers("values")
         bounds = _bounds(len(values), saved.array("lengths", np.int64))
@@ -130,8 +129,8 @@ def _saved(name: str, value: object) -> Saved:
 
 
 def _bounds(total: int, lengths_N: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Return (begin, end) of pieces of these lengths, which together have ``total`` items."""
+    """Yield (begin, end) of consecutive parts of these lengths, ``total`` items in all."""
     ends: list[int] = np.cumsum(lengths_N).tolist()
     if (lengths_N < 0).any() or (ends[-1] if ends else 0) != total:
-        raise UnusableCheckpoint("lengths do not give the whole")
+        raise UnusableCheckpoint("the lengths do not add up to the number of items")
     return pairwise([0, *ends])

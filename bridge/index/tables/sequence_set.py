@@ -1,4 +1,4 @@
-"""Which sequence numbers of an engine have been accepted: one bit each."""
+"""The accepted sequence numbers of an engine, one bit each."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ import numpy as np
 
 from bridge.index.tables.saved import Saved, Snapshot, integers
 
-_PAGE_BITS = 12
-_PAGE_BYTES = (1 << _PAGE_BITS) // 8
+_WORD_BITS = 12
+_WORD_BYTES = (1 << _WORD_BITS) // 8
 
 
 class SequenceSet:
     """A set of non-negative integers that are mostly consecutive."""
 
     def __init__(self) -> None:
-        self._pages: dict[int, int] = {}
+        self._words: dict[int, int] = {}
 
     def snapshot(self) -> Snapshot:
-        """Return what a checkpoint keeps: numbers of pages, and the bits of each."""
-        bits = b"".join(page.to_bytes(_PAGE_BYTES, "little") for page in self._pages.values())
-        pages = np.frombuffer(bits, np.uint8).reshape(-1, _PAGE_BYTES)
-        return {"numbers": integers(self._pages), "pages": pages}
+        """Return what a checkpoint keeps: the numbers and the bits of the words."""
+        bits = b"".join(word.to_bytes(_WORD_BYTES, "little") for word in self._words.values())
+        words = np.frombuffer(bits, np.uint8).reshape(-1, _WORD_BYTES)
+        return {"numbers": integers(self._words), "pages": words}
 
     @classmethod
     def restore(cls, saved: Saved) -> Self:
-        """Make again what gave a snapshot."""
+        """Return the set of a snapshot."""
         made = cls()
-        pages = saved.array("pages", np.uint8, _PAGE_BYTES)
-        for number, page in zip(saved.integers("numbers"), pages, strict=True):
-            made._pages[number] = int.from_bytes(page.tobytes(), "little")
+        words = saved.array("pages", np.uint8, _WORD_BYTES)
+        for number, word in zip(saved.integers("numbers"), words, strict=True):
+            made._words[number] = int.from_bytes(word.tobytes(), "little")
         return made
 
     def __contains__(self, seq: int) -> bool:
-        page = self._pages.get(seq >> _PAGE_BITS, 0)
-        return bool(page >> (seq & ((1 << _PAGE_BITS) - 1)) & 1)
+        word = self._words.get(seq >> _WORD_BITS, 0)
+        return bool(word >> (seq & ((1 << _WORD_BITS) - 1)) & 1)
 
     def add(self, seq: int) -> None:
         """Add a number; adding it again changes nothing."""
-        bit = 1 << (seq & ((1 << _PAGE_BITS) - 1))
-        self._pages[seq >> _PAGE_BITS] = self._pages.get(seq >> _PAGE_BITS, 0) | bit
+        bit = 1 << (seq & ((1 << _WORD_BITS) - 1))
+        self._words[seq >> _WORD_BITS] = self._words.get(seq >> _WORD_BITS, 0) | bit
 
     def nbytes(self) -> int:
-        """Return the memory that the set takes, about."""
-        return len(self._pages) * ((1 << _PAGE_BITS) // 7 + 128)
+        """Return the approximate bytes of the set."""
+        return len(self._words) * ((1 << _WORD_BITS) // 7 + 128)

@@ -1,4 +1,4 @@
-"""How much memory the index's texts take."""
+"""Memory of the texts in the index."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ _HEAD_BYTES = 80
 
 
 def text_bytes(text: str) -> int:
-    """Return the memory of a text at most.
+    """Return the maximum bytes of a text.
 
-    CPython stores 1, 2 or 4 bytes a character, and UTF-8 besides once it was asked for.
+    CPython stores 1, 2 or 4 bytes per character, and also UTF-8 once a caller has asked for it.
     """
     return _HEAD_BYTES + (1 if text.isascii() else 8) * len(text)

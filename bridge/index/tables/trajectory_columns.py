@@ -1,4 +1,4 @@
-"""All trajectories attribute by attribute, as a checkpoint keeps them."""
+"""All trajectories as one column per attribute, for a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _STATE_NUMBERS = {state: number for number, state in enumerate(_STATES)}
 
 
 def snapshot(trajectories: Mapping[str, TrajectoryMap]) -> Snapshot:
-    """Return what a checkpoint keeps: no time at which they were told, which begins anew.
+    """Return what a checkpoint keeps; ``updated_at`` is left out, because a start resets it.
 
-    ``origins`` has those of the trajectories for which ``has_origins`` is 1, ``states`` the place
-    of the state in `TrajectoryState`; the tables' columns are (engine, rollout) for ``sources``,
-    those of `Rollouts.rows` for ``rollouts``, and (engine, sequence number) for ``last``.
+    ``origins`` has the origins of trajectories with ``has_origins`` 1. ``states`` has indices into
+    `TrajectoryState`. Columns of the tables: (engine, rollout) in ``sources``, those of
+    `Rollouts.rows` in ``rollouts``, (engine, sequence number) in ``last``.
     """
     maps = list(trajectories.values())
     origins = [each.origins for each in maps if each.origins is not None]
@@ -57,7 +57,7 @@ def snapshot(trajectories: Mapping[str, TrajectoryMap]) -> Snapshot:
 
 
 def restore(saved: Saved) -> dict[str, TrajectoryMap]:
-    """Make again what gave a snapshot."""
+    """Return the trajectories of a snapshot."""
     sizes = saved.array("lengths", np.int64)
     columns = zip(
         cut(saved.array("tokens", np.int32), sizes),
@@ -92,7 +92,7 @@ def _sources(saved: Saved) -> Iterator[list[tuple[int, int]]]:
 
 
 def _origins(saved: Saved) -> list[NDArray[np.int32] | None]:
-    """Return the origins of every trajectory: as many as it has positions, or None."""
+    """Return the origins of every trajectory, one per position, or None."""
     has_N = saved.array("has_origins", np.int8) > 0
     sizes = saved.array("lengths", np.int64)[has_N]
     found = iter(cut(saved.array("origins", np.int32), sizes))

@@ -1,12 +1,12 @@
-"""Position -> (token, engine, row) of one trajectory, and the rule by which messages merge.
+"""Position -> (token, engine, row) of one trajectory, and the rule for merging messages.
 
-A rollout that does not continue the trajectory begins it anew (`bridge.index.tables.rollouts`). All
-else merges. Why existing entries win on the common prefix then: their rows produced the tokens that
-were sampled. A retracted request, a later turn or a resumed rollout computes the same tokens again
-into new rows; those are other activations than the ones the policy acted on.
+A rollout that does not continue the trajectory replaces it (`bridge.index.tables.rollouts`). Any
+other message merges. On the common prefix the existing rows stay, because they produced the sampled
+tokens. A retracted request, a later turn or a resumed rollout computes the same tokens again into
+new rows, but these have other activations than those on which the policy acted.
 
-Messages of an engine can arrive in another order than it sent them: what a full store or a damaged
-connection refused is sent again after what it took meanwhile.
+Messages of an engine may arrive out of order. If a full store or a damaged connection refuses a
+message, the engine sends it again after newer ones.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _ENGINE_BYTES = 300
 class TrajectoryMap:
     """tokens int32 [T], engines int32 [T] (index, -1 for none), rows int64 [T] (-1 for none).
 
-    ``rollouts`` says which rollouts it consists of. Of more than one, ``origins`` int32 [T] says
-    which of ``sources``, (engine, rollout), told a position; None: all are of the first.
-    ``last`` is the engine that told it last and the highest sequence number of what it told.
-    ``entries`` are the store's entries that told it, ``step`` the RL step and ``told_at`` the
-    monotonic time of the last of them.
+    ``rollouts`` has the rollouts of the trajectory. If there are several, ``origins`` int32 [T]
+    has the index in ``sources``, (engine, rollout), of each position's source; None: all positions
+    are of the first source. ``last`` is the engine of the last message and the highest sequence
+    number of that engine's messages. ``entries`` has the store entries of the trajectory's
+    messages, ``step`` the RL step and ``updated_at`` the monotonic time of the last one.
     """
 
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
@@ -52,44 +52,44 @@ class TrajectoryMap:
     last: tuple[int, int] = (-1, -1)
     entries: list[int] = field(default_factory=list)
     step: int = 0
-    told_at: float = 0.0
+    updated_at: float = 0.0
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def nbytes(self) -> int:
-        """Return the memory that the map takes, about."""
+        """Return the approximate bytes of the map."""
         others = 40 * len(self.entries) + _ENGINE_BYTES * len(self.rollouts) + _OBJECT_BYTES
         return self._position_bytes * len(self.tokens) + others
 
     def growth(self, stop: int) -> int:
-        """Return the memory that positions up to ``stop`` would take beyond those there are."""
+        """Return the bytes that new positions up to ``stop`` add."""
         return self._position_bytes * max(0, stop - len(self))
 
     @property
     def _position_bytes(self) -> int:
         return _POSITION_BYTES + (0 if self.origins is None else _ORIGIN_BYTES)
 
-    def tell(self, told: Trajectory, engine: int, seq: int) -> Fate:
-        """Take a message of ``engine``, the ``seq``-th of its rank; return what became of it."""
-        fate = self.rollouts.fate(engine, told.rollout, told.continues)
-        columns = (told.start, told.tokens, told.rows, engine)
+    def apply(self, message: Trajectory, engine: int, seq: int) -> Fate:
+        """Apply a message of ``engine``, the ``seq``-th of its rank; return its fate."""
+        fate = self.rollouts.fate(engine, message.rollout, message.continues)
+        columns = (message.start, message.tokens, message.rows, engine)
         last_engine, last_seq = self.last
         if fate is Fate.SUPERSEDED:
             return fate
         if fate is Fate.REPLACE:
             self._forget()
         if fate is Fate.BEGIN_BELOW:
-            self._begin_below(*columns, told.rollout)
+            self._begin_below(*columns, message.rollout)
         elif fate is Fate.MERGE and last_engine == engine and seq < last_seq:
-            self.merge_late(*columns, told.rollout)
+            self.merge_late(*columns, message.rollout)
         else:
-            self.merge(*columns, told.state, told.rollout)
+            self.merge(*columns, message.state, message.rollout)
             self.last = (engine, seq)
         return fate
 
     def note_entry(self, entry: int, engine: int, rollout: int, fate: Fate) -> list[int]:
-        """Note the store's entry of what was told; return those that are not needed any more."""
+        """Add the store entry of a message; return the entries that are no longer needed."""
         needed = self.rollouts.note(engine, rollout, fate, entry)
         gone = [] if fate is not Fate.REPLACE else [e for e in self.entries if e not in needed]
         if gone:
@@ -106,15 +106,15 @@ class TrajectoryMap:
         state: TrajectoryState,
         rollout: int = 0,
     ) -> None:
-        """Merge positions [start, start + N) told by ``engine``.
+        """Merge positions [start, start + N) from ``engine``.
 
-        Up to the first token that differs, recorded rows stay and only absent ones are filled in;
-        from there on the new history replaces the old one to its end.
+        Before the first token that differs, existing rows stay and new rows fill missing ones. From
+        there on the new history replaces the old one to its end.
         """
         stop = start + len(tokens_N)
         known = self.tokens[start:stop]
-        told = tokens_N[: len(known)]
-        differs = np.flatnonzero((known != told) & (known != UNKNOWN_TOKEN))
+        reported = tokens_N[: len(known)]
+        differs = np.flatnonzero((known != reported) & (known != UNKNOWN_TOKEN))
         common = int(differs[0]) if len(differs) else len(tokens_N)
         self._resize(stop if len(differs) else max(stop, len(self)))
         absent = self.rows[start : start + common] == MISSING_ROW
@@ -136,21 +136,22 @@ class TrajectoryMap:
         engine: int,
         rollout: int = 0,
     ) -> None:
-        """Merge what ``engine`` sent before something that is merged already.
+        """Merge a message of ``engine`` that is older than one that is merged already.
 
-        As if it had come in time: of two rows of the engine for one token the one computed first
-        stays, which has the lower number. Nothing that was replaced since comes back.
+        The result is the same as if it had arrived in order. Of two rows of the engine for one
+        token, the row with the lower number stays, because the engine computed it first. Replaced
+        positions do not come back.
         """
         known = self.tokens[start : start + len(tokens_N)]
-        told = tokens_N[: len(known)]
-        differs = np.flatnonzero((known != told) & (known != UNKNOWN_TOKEN))
+        reported = tokens_N[: len(known)]
+        differs = np.flatnonzero((known != reported) & (known != UNKNOWN_TOKEN))
         if len(differs):
             common = int(differs[0])
         elif start <= len(self):
             common = len(tokens_N)
             self._resize(max(start + common, len(self)))
         else:
-            common = 0  # what stands in between may have been replaced
+            common = 0  # the positions in between may have been replaced
         here = slice(start, start + common)
         rows, held = rows_N[:common], self.rows[here]
         first = (held == MISSING_ROW) | ((self.engines[here] == engine) & (rows < held))
@@ -169,10 +170,10 @@ class TrajectoryMap:
         engine: int,
         rollout: int,
     ) -> None:
-        """Merge what begins the trajectory anew and comes after what continues it.
+        """Merge the first rollout of a trajectory after later rollouts that continue it.
 
-        Of what is there only the engine's later rollouts stay. What they had in common with a
-        rollout that is replaced now was not kept of them: it is missing, never another's.
+        Of the existing positions only those of the engine's later rollouts stay. If they shared
+        positions with a rollout that is replaced now, these rows are missing, never another's.
         """
         sources, origins_T = self.sources, self._origins()
         later = [source == engine and number > rollout for source, number in sources]
@@ -188,11 +189,11 @@ class TrajectoryMap:
             present = [sources[number] for number in np.unique(origins_T[kept_T]).tolist()]
             below = _resized(self.tokens, end, UNKNOWN_TOKEN)
             self.merge(0, np.where(kept_T, tokens, below), rows, engine, state, present[0][1])
-            # Each position stays that of the rollout that told it.
+            # Each position keeps the rollout that reported it.
             self.sources += present[1:]
             kept_T &= self._origins()[:end] == 1
-            places = np.array([present.index(s) + 1 if s in present else 0 for s in sources])
-            self._origins()[:end][kept_T] = places[origins_T[kept_T]]
+            indices = np.array([present.index(s) + 1 if s in present else 0 for s in sources])
+            self._origins()[:end][kept_T] = indices[origins_T[kept_T]]
         self.last = last
 
     def _forget(self) -> None:
@@ -208,7 +209,7 @@ class TrajectoryMap:
         count: int,
         source: tuple[int, int],
     ) -> None:
-        """Note who tells ``count`` positions, of the first ``common`` those of ``fill`` or new."""
+        """Set the source of ``count`` positions; of the first ``common`` only ``fill`` and new."""
         if source not in self.sources:
             self.sources.append(source)
         if len(self.sources) == 1:
@@ -221,7 +222,7 @@ class TrajectoryMap:
         here[common:] = number
 
     def _origins(self) -> NDArray[np.int32]:
-        """Return which of the sources told each position."""
+        """Return the index of each position's source, int32 [T]."""
         return np.zeros(len(self), dtype=np.int32) if self.origins is None else self.origins
 
     def _resize(self, length: int) -> None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from bridge.errors import SchemaMismatch, StoreFailing, StoreFull
 from bridge.store.base import WHOLE, Entry, Position, Reader, ReadPlan, StoredPayload, Usage
-from bridge.store.checksums import row_sums
+from bridge.store.checksums import row_checksums
 from bridge.store.directory import (
     CHECKPOINT_FILE,
     DATA_FILE,
@@ -155,7 +155,7 @@ class DiskStore:
         key = _number.pack(number)
         txn.put(key, entry.header, append=True, db=self._env.table(JOURNAL))
         if entry.payload is not None:
-            sums = row_sums(number, entry.payload, entry.row_bytes)
+            sums = row_checksums(number, entry.payload, entry.row_bytes)
             txn.put(key, entry.payload, append=True, db=self._env.table(PAYLOAD))
             txn.put(key, sums.data, append=True, db=self._env.table(SUMS))
 
@@ -231,7 +231,7 @@ class DiskStore:
         """Return nothing: files can change behind the daemon's back."""
         return None
 
-    def drop(self, numbers: Sequence[int]) -> None:
+    def delete(self, numbers: Sequence[int]) -> None:
         """Delete entries, a few hundred a transaction, also when limit or disk is reached.
 
         Raises:
@@ -293,15 +293,15 @@ class DiskStore:
             def read(number: int) -> StoredPayload | None:
                 key = _number.pack(number)
                 try:
-                    payload, row_sums = txn.get(key, db=payloads), txn.get(key, db=sums)
+                    payload, row_checksums = txn.get(key, db=payloads), txn.get(key, db=sums)
                 except lmdb.Error as error:
                     log.warning("entry %d of the store is not readable: %s", number, error)
                     return None
-                if payload is None or row_sums is None:
+                if payload is None or row_checksums is None:
                     return None
-                whole = len(row_sums) // 8
+                whole = len(row_checksums) // 8
                 return StoredPayload(
-                    memoryview(payload), np.frombuffer(row_sums, dtype="<u8", count=whole)
+                    memoryview(payload), np.frombuffer(row_checksums, dtype="<u8", count=whole)
                 )
 
             yield read

@@ -119,15 +119,15 @@ def check_payloads(store: DiskStore, progress: Progress) -> Payloads:
 
 def _check(number: int, held: StoredPayload) -> tuple[int, int]:
     """Return (rows, rows that fail their checksum) of a payload."""
-    assert held.sums is not None
-    count = len(held.sums)
+    assert held.checksums is not None
+    count = len(held.checksums)
     row_bytes, rest = divmod(len(held.payload), max(1, count))
     if rest or not count:
         return count, max(1, count)
     rows = (held.payload[at * row_bytes : (at + 1) * row_bytes] for at in range(count))
     intact = sum(
         row_is_intact(number, at, row, expected)
-        for at, (row, expected) in enumerate(zip(rows, held.sums.tolist(), strict=True))
+        for at, (row, expected) in enumerate(zip(rows, held.checksums.tolist(), strict=True))
     )
     return count, count - intact
 

@@ -20,7 +20,7 @@ class Note:
 
     key: str
     nbytes: int
-    sums: NDArray[np.uint64]
+    checksums: NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class _Part:
     number: int
     first_row: int
     span: Span
-    sums: NDArray[np.uint64]
+    checksums: NDArray[np.uint64]
 
     @property
     def nbytes(self) -> int:
@@ -80,11 +80,15 @@ class PoolReader:
         if note is None:
             return None
         if rows is None:
-            return _Part(number, 0, Span(note.key, 0, note.nbytes), note.sums)
+            return _Part(number, 0, Span(note.key, 0, note.nbytes), note.checksums)
         first, stop = rows
         row_bytes = self._plan.row_bytes
         span = Span(note.key, first * row_bytes, min(stop * row_bytes, note.nbytes))
-        return _Part(number, first, span, note.sums[first:stop]) if span.begin < span.end else None
+        return (
+            _Part(number, first, span, note.checksums[first:stop])
+            if span.begin < span.end
+            else None
+        )
 
     def _load(self, parts: Sequence[_Part]) -> dict[int, StoredPayload | None]:
         ends = np.cumsum([part.nbytes for part in parts]).tolist()
@@ -92,7 +96,7 @@ class PoolReader:
         present = self._pool.read([part.span for part in parts], buffer) if ends else []
         return {
             part.number: StoredPayload(
-                buffer.data[end - part.nbytes : end], part.sums, part.first_row
+                buffer.data[end - part.nbytes : end], part.checksums, part.first_row
             )
             for part, end, there in zip(parts, ends, present, strict=True)
             if there

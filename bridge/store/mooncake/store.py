@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from bridge.errors import StoreFull
 from bridge.store.base import WHOLE, Entry, Position, Reader, ReadPlan, StoredPayload, Usage
-from bridge.store.checksums import row_is_intact, row_sums
+from bridge.store.checksums import row_checksums, row_is_intact
 from bridge.store.disk.lmdb_store import DiskStore
 from bridge.store.mooncake.pool import Pool, PoolUnreachable
 from bridge.store.mooncake.reader import Note, PoolReader
@@ -85,7 +85,7 @@ class MooncakeStore:
             journaling.result()
         except (StoreFull, PoolUnreachable) as error:
             wait([journaling])
-            self.drop(numbers)
+            self.delete(numbers)
             raise StoreFull(str(error)) from error
         return numbers
 
@@ -105,7 +105,7 @@ class MooncakeStore:
         """Return nothing: the pool is memory of other processes."""
         return None
 
-    def drop(self, numbers: Sequence[int]) -> None:
+    def delete(self, numbers: Sequence[int]) -> None:
         """Give up entries; those that the pool does not remove now are tried again next time."""
         numbers = [*self._undropped, *numbers]
         notes = self._noted(numbers)
@@ -116,7 +116,7 @@ class MooncakeStore:
         gone = self._removed(numbers, keys)
         self._undropped = sorted(set(numbers) - set(gone))
         self._pool_bytes -= sum(notes[number][1] for number in set(gone) if number in notes)
-        self._journal.drop(gone)
+        self._journal.delete(gone)
 
     def reserve(self, index_bytes: int) -> None:
         """Do nothing: the index lies in memory."""
@@ -166,7 +166,7 @@ class MooncakeStore:
         self._pool_bytes = sum(nbytes for _, nbytes in notes.values())
         if lost:
             log.warning("%d of %d payloads are not in the pool any more", len(lost), len(notes))
-            self.drop(lost)
+            self.delete(lost)
 
     def _noted(self, numbers: Iterable[int]) -> dict[int, tuple[str, int]]:
         """Return (key, bytes) of payloads, by entry."""
@@ -203,15 +203,17 @@ def _journaled(number: int, opening: int, entry: Entry) -> Entry:
     """Return an entry with opening, length and checksums of its payload in the payload's place."""
     if entry.payload is None or not _nbytes(entry.payload):
         return Entry(entry.header, reserved=entry.reserved, frees_space=entry.frees_space)
-    sums = row_sums(number, entry.payload, entry.row_bytes)
+    sums = row_checksums(number, entry.payload, entry.row_bytes)
     words = np.empty(2 + len(sums), dtype="<u8")
     words[0], words[1], words[2:] = opening, _nbytes(entry.payload), sums
     return Entry(entry.header, words.view(np.uint8).data)
 
 
 def _is_intact(number: int, held: StoredPayload) -> bool:
-    assert held.sums is not None
-    return len(held.sums) == 1 and row_is_intact(number, 0, held.payload, int(held.sums[0]))
+    assert held.checksums is not None
+    return len(held.checksums) == 1 and row_is_intact(
+        number, 0, held.payload, int(held.checksums[0])
+    )
 
 
 def _nbytes(payload: Buffer) -> int:

@@ -1,4 +1,4 @@
-"""What the daemon reads out of a store is what was put there, piece by piece."""
+"""What the daemon reads out of a store is what was put there, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from bridge.daemon.fetch.gather import Gather
-from bridge.index.tables.row_map import absent_places
+from bridge.index.tables.row_map import absent_locations
 from bridge.store import CachedStore, DiskStore, Entry, MemoryStore, Store
 
 _WIDTH = 24
@@ -33,22 +33,22 @@ def _filled(store: Store) -> NDArray[np.uint8]:
     return blocks
 
 
-def _places(stretches: list[tuple[int, int, int]]) -> NDArray[np.void]:
-    """PLACE of the rows of all stretches (block, first row, rows)."""
-    places = absent_places(sum(count for _, _, count in stretches))
+def _locations(spans: list[tuple[int, int, int]]) -> NDArray[np.void]:
+    """LOCATION of the rows of all spans (block, first row, rows)."""
+    locations = absent_locations(sum(count for _, _, count in spans))
     at = 0
-    for block, first, count in stretches:
-        places["block"][at : at + count] = block
-        places["offset"][at : at + count] = np.arange(first, first + count)
+    for block, first, count in spans:
+        locations["block"][at : at + count] = block
+        locations["offset"][at : at + count] = np.arange(first, first + count)
         at += count
-    return places
+    return locations
 
 
 def _expected(
-    blocks: NDArray[np.uint8], places: NDArray[np.void], columns: tuple[slice, ...]
+    blocks: NDArray[np.uint8], locations: NDArray[np.void], columns: tuple[slice, ...]
 ) -> tuple[list[bool], list[bytes]]:
     valid, rows = [], []
-    for block, offset in places.tolist():
+    for block, offset in locations.tolist():
         valid.append(0 <= block < _BLOCKS and offset < _ROWS)
         if valid[-1]:
             rows.append(b"".join(blocks[block, offset, part].tobytes() for part in columns))
@@ -56,35 +56,35 @@ def _expected(
 
 
 def _read(
-    gather: Gather, columns: tuple[slice, ...], places: NDArray[np.void]
+    gather: Gather, columns: tuple[slice, ...], locations: NDArray[np.void]
 ) -> list[tuple[int, list[bool], NDArray[np.uint8]]]:
-    """The pieces, each read before the next one is asked for: (begin, valid, rows)."""
+    """The chunks, each read before the next one is asked for: (begin, valid, rows)."""
     return [
-        (piece.begin, piece.valid.tolist(), piece.rows())
-        for piece in gather.pieces(_WIDTH, columns, places)
+        (chunk.begin, chunk.valid.tolist(), chunk.rows())
+        for chunk in gather.chunks(_WIDTH, columns, locations)
     ]
 
 
 def _check(
     gather: Gather,
     columns: tuple[slice, ...],
-    places: NDArray[np.void],
+    locations: NDArray[np.void],
     valid: list[bool],
     rows: list[bytes],
 ) -> None:
-    pieces = _read(gather, columns, places)
+    chunks = _read(gather, columns, locations)
     if not columns:
-        assert pieces == []
+        assert chunks == []
         return
-    ends = np.cumsum([0, *(len(which) for _, which, _ in pieces)]).tolist()
-    assert [begin for begin, _, _ in pieces] == ends[: len(pieces)]
-    assert [bit for _, which, _ in pieces for bit in which] == valid
-    assert [row.tobytes() for _, _, read in pieces for row in read] == rows
+    ends = np.cumsum([0, *(len(which) for _, which, _ in chunks)]).tolist()
+    assert [begin for begin, _, _ in chunks] == ends[: len(chunks)]
+    assert [bit for _, which, _ in chunks for bit in which] == valid
+    assert [row.tobytes() for _, _, read in chunks for row in read] == rows
 
 
 @pytest.fixture(params=[1, 40, 1 << 20], autouse=True)
-def piece_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.daemon.fetch.gather.PIECE_BYTES", request.param)
+def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.daemon.fetch.gather.CHUNK_BYTES", request.param)
 
 
 @pytest.fixture(params=["memory", "disk", "memory over disk"])
@@ -99,13 +99,13 @@ def test_rows_come_in_order_and_missing_ones_take_no_bytes(store: Store) -> None
     blocks, gather = _filled(store), Gather(store)
 
     @given(_STRETCHES, _COLUMNS)
-    def holds(stretches: list[tuple[int, int, int]], columns: tuple[slice, ...]) -> None:
+    def holds(spans: list[tuple[int, int, int]], columns: tuple[slice, ...]) -> None:
         # An index names no row beyond its block's end, as no message has more rows than bytes.
-        within = [(b, first, min(n, _ROWS - first)) for b, first, n in stretches]
-        places = _places(within)
-        valid, rows = _expected(blocks, places, columns)
-        _check(gather, columns, places, valid, rows)
-        together, which = gather.rows(_WIDTH, columns, places)
+        within = [(b, first, min(n, _ROWS - first)) for b, first, n in spans]
+        locations = _locations(within)
+        valid, rows = _expected(blocks, locations, columns)
+        _check(gather, columns, locations, valid, rows)
+        together, which = gather.rows(_WIDTH, columns, locations)
         if columns:
             assert which.tolist() == valid
         assert [row.tobytes() for row in together[which]] == (rows if columns else [])
@@ -118,7 +118,7 @@ def test_rows_come_in_order_and_missing_ones_take_no_bytes(store: Store) -> None
 
 def test_places_beyond_the_end_of_a_block_are_missing(store: Store) -> None:
     _filled(store)
-    ((_, valid, rows),) = _read(Gather(store), (slice(0, _WIDTH),), _places([(1, _ROWS, 1)]))
+    ((_, valid, rows),) = _read(Gather(store), (slice(0, _WIDTH),), _locations([(1, _ROWS, 1)]))
     assert (valid, rows.shape) == ([False], (0, _WIDTH))
     store.close()
 
@@ -139,18 +139,18 @@ def test_damaged_rows_are_missing_wherever_a_piece_or_a_run_ends(tmp_path: Path)
     gather = Gather(store)
 
     @given(_STRETCHES, _COLUMNS)
-    def holds(stretches: list[tuple[int, int, int]], columns: tuple[slice, ...]) -> None:
-        places = _places([(b, first, min(n, _ROWS - first)) for b, first, n in stretches])
+    def holds(spans: list[tuple[int, int, int]], columns: tuple[slice, ...]) -> None:
+        locations = _locations([(b, first, min(n, _ROWS - first)) for b, first, n in spans])
         valid, rows = [], []
-        for place in places:
-            (intact,), row = _expected(blocks, np.array([place]), columns)
-            intact = intact and tuple(place.tolist()) not in damaged
+        for location in locations:
+            (intact,), row = _expected(blocks, np.array([location]), columns)
+            intact = intact and tuple(location.tolist()) not in damaged
             valid.append(intact)
             rows += row if intact else []
         before = gather.corrupt_rows
-        _check(gather, columns, places, valid, rows)
+        _check(gather, columns, locations, valid, rows)
         if columns:
-            lost = sum(tuple(place) in damaged for place in places.tolist())
+            lost = sum(tuple(location) in damaged for location in locations.tolist())
             assert gather.corrupt_rows == before + lost
 
     holds()
@@ -158,10 +158,10 @@ def test_damaged_rows_are_missing_wherever_a_piece_or_a_run_ends(tmp_path: Path)
 
 
 def test_a_piece_is_bounded_however_much_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.daemon.fetch.gather.PIECE_BYTES", 4096)
+    monkeypatch.setattr("bridge.daemon.fetch.gather.CHUNK_BYTES", 4096)
     store = MemoryStore(64 << 20)
     _filled(store)
-    places = _places([(1, 0, _ROWS)] * 10_000)
-    sizes = [rows.nbytes for _, _, rows in _read(Gather(store), (slice(0, _WIDTH),), places)]
+    locations = _locations([(1, 0, _ROWS)] * 10_000)
+    sizes = [rows.nbytes for _, _, rows in _read(Gather(store), (slice(0, _WIDTH),), locations)]
     assert max(sizes) <= 4096
     assert sum(sizes) == 10_000 * _ROWS * _WIDTH

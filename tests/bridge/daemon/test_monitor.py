@@ -136,7 +136,7 @@ def test_trajectories_are_counted_by_state_however_they_change_and_go(
             catalog.apply(Trajectory("e", said[0], 0, tokens, rows, said[1]), number, number)
         elif said in catalog.trajectories:
             gone.append(catalog.trajectories[said].state)
-            catalog.drop([said], np.empty(0, dtype=np.int64))
+            catalog.delete([said], np.empty(0, dtype=np.int64))
     held = [trajectory.state for trajectory in catalog.trajectories.values()]
     assert catalog.states == {state: held.count(state) for state in TrajectoryState}
     assert catalog.collected == {state: gone.count(state) for state in TrajectoryState}

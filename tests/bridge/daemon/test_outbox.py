@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import zmq
 
-from bridge.daemon.fetch.gather import PIECE_BYTES
+from bridge.daemon.fetch.gather import CHUNK_BYTES
 from bridge.daemon.memory.budget import Budget
 from bridge.daemon.memory.outbox import Outbox
 from bridge.layout import Part
 from bridge.wire import PageRows, decode
 
-_PIECE = PageRows(Part.KV, 0, np.ones(1, np.bool_), np.full((1, PIECE_BYTES), 7, np.uint8))
+_PIECE = PageRows(Part.KV, 0, np.ones(1, np.bool_), np.full((1, CHUNK_BYTES), 7, np.uint8))
 
 
 @pytest.fixture
@@ -43,18 +43,18 @@ def test_a_peer_that_reads_nothing_has_no_room_for_ever_more_pages(
     budget = Budget.of(1 << 30)
     outbox = Outbox(router, budget)
     sent = 0
-    while outbox.room(b"p") >= PIECE_BYTES:
+    while outbox.room(b"p") >= CHUNK_BYTES:
         outbox.send(b"p", _PIECE, sent)
         sent += 1
         time.sleep(0.01)  # so that what the socket's buffers take has left the queue
-        assert sent * PIECE_BYTES < budget.share(1) + (64 << 20)
-    assert outbox.room(b"another peer") >= PIECE_BYTES
+        assert sent * CHUNK_BYTES < budget.share(1) + (64 << 20)
+    assert outbox.room(b"another peer") >= CHUNK_BYTES
     for seq in range(sent):
         message, answered = decode(dealer.recv_multipart())
         assert answered == seq
         assert isinstance(message, PageRows)
         assert (message.rows == 7).all()
     end = time.monotonic() + 10
-    while outbox.room(b"p") < PIECE_BYTES:
+    while outbox.room(b"p") < CHUNK_BYTES:
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -124,16 +124,16 @@ def test_any_split_in_any_order_with_repetitions_joins_to_the_undivided_rows(
     layout = replace(LAYOUT, shape=shape, bits=bits)
     ranks = Ranks(layout, data.draw(st.integers(1, 9)), tp, ep, seed=data.draw(st.integers(0, 99)))
     cut = data.draw(st.integers(0, ranks.rows))
-    pieces = [
+    chunks = [
         (rank, part, rows)
         for rank in range(tp)
         for part in Part
         for rows in (range(cut), range(cut, ranks.rows))
         if ranks.shards[rank].sends(part) and len(rows)
     ]
-    lost = data.draw(st.none() | st.sampled_from(pieces))
-    again = data.draw(st.lists(st.sampled_from(pieces), max_size=4))
-    order = data.draw(st.permutations(pieces + again))
+    lost = data.draw(st.none() | st.sampled_from(chunks))
+    again = data.draw(st.lists(st.sampled_from(chunks), max_size=4))
+    order = data.draw(st.permutations(chunks + again))
     name = f"t{next(_NAMES)}"
     with producers(shared_endpoint, ranks, name) as connected:
         for rank, part, rows in order:
@@ -270,7 +270,7 @@ def test_large_rows_of_slots_are_unpacked_piece_by_piece(
     serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "bridge.daemon.fetch.rank_join._PIECE_BYTES", 3 * LAYOUT.row_bytes(Part.FORWARD)
+        "bridge.daemon.fetch.rank_join._CHUNK_BYTES", 3 * LAYOUT.row_bytes(Part.FORWARD)
     )
     endpoint, ranks = serve(MemoryStore(64 << 20)), Ranks(LAYOUT, 20, tp=4, ep=4)
     unpacked: list[int] = []
@@ -343,8 +343,8 @@ def test_rows_of_one_rank_and_of_several_come_in_one_page(
     serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch, rows_a_piece: int
 ) -> None:
     """Two engines computed a trajectory in turns; a rank of one of them lost rows."""
-    piece = rows_a_piece * LAYOUT.row_bytes(Part.FORWARD)
-    monkeypatch.setattr("bridge.daemon.fetch.answer.PIECE_BYTES", piece)
+    chunk = rows_a_piece * LAYOUT.row_bytes(Part.FORWARD)
+    monkeypatch.setattr("bridge.daemon.fetch.answer.CHUNK_BYTES", chunk)
     endpoint = serve(MemoryStore(64 << 20))
     one, two = Ranks(LAYOUT, 20, tp=1, ep=1), Ranks(LAYOUT, 20, tp=2, ep=2, seed=1)
     by_two = np.random.default_rng(3).integers(0, 2, 20).astype(np.bool_)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.daemon.fetch.answer import _page
-from bridge.daemon.fetch.gather import Piece
+from bridge.daemon.fetch.gather import Chunk
 from bridge.daemon.fetch.landing import Landing
 from bridge.daemon.memory import shared_memory
 from bridge.daemon.memory.shared_memory import Regions
@@ -149,11 +149,11 @@ def test_a_place_beyond_the_region_is_none(
     )
 
 
-def _piece(begin: int, valid: list[bool], rows: list[bytes]) -> Piece:
-    """A piece of rows of six bytes, each in a payload of its own."""
+def _piece(begin: int, valid: list[bool], rows: list[bytes]) -> Chunk:
+    """A chunk of rows of six bytes, each in a payload of its own."""
     payloads = [memoryview(row) for row in rows]
     begins, counts = np.zeros(len(rows), np.int64), np.ones(len(rows), np.int64)
-    return Piece(begin, np.array(valid), payloads, begins, counts, 6, np.array([[0, 6]]), 6)
+    return Chunk(begin, np.array(valid), payloads, begins, counts, 6, np.array([[0, 6]]), 6)
 
 
 def test_pieces_are_written_behind_each_other_and_told_with_the_places_stamp() -> None:

@@ -170,7 +170,7 @@ def _told(catalog: Catalog) -> dict[str, Any]:
                 trajectory.state,
                 trajectory.entries,
                 trajectory.step,
-                catalog.places(Part.FORWARD, trajectory, everything).tolist(),
+                catalog.locations(Part.FORWARD, trajectory, everything).tolist(),
             )
             for name, trajectory in catalog.trajectories.items()
         },
@@ -287,7 +287,7 @@ class _Numbered:
         self._next += len(entries)
         return list(range(self._next - len(entries), self._next))
 
-    def drop(self, numbers: list[int]) -> None: ...
+    def delete(self, numbers: list[int]) -> None: ...
 
     def position(self) -> Position:
         return Position(self._next, 0)
@@ -361,8 +361,9 @@ def test_a_checkpoint_that_is_not_right_costs_nothing_but_time(
     with caplog.at_level(logging.INFO):
         catalog, _ = recover(bridge.store)
     assert catalog.rows(Part.FORWARD) == 7
-    assert "the checkpoint is passed over and the whole journal is read: it is " in caplog.text or (
-        damage == "another version" and "another version wrote it" in caplog.text
+    assert (
+        "the daemon ignores the checkpoint and reads the whole journal: it is " in caplog.text
+        or (damage == "another version" and "another version wrote it" in caplog.text)
     )
     bridge.do(("checkpoint",))
     assert read_checkpoint(file.read_bytes())[0].rows(Part.FORWARD) == 7
@@ -446,14 +447,14 @@ def _array(*named: Any) -> bytes:
     [
         (_array("<i8", 2**61), "an array is longer than the file"),
         (_array("<i8", 2**61, 8), "an array is longer than the file"),
-        (_array("<i8", -1), "its head names what is no array"),
-        (_array("<i8", 1.0), "its head names what is no array"),
+        (_array("<i8", -1), "its head has an invalid array"),
+        (_array("<i8", 1.0), "its head has an invalid array"),
         (_array("<i8", *[1] * 62), "exceeds max_ext_len"),
         (_array("|O", 1), "KeyError"),
         (_array(["<i8"], 1), "TypeError"),
-        (msgpack.packb({"a": msgpack.ExtType(2, msgpack.packb(["<i8", 1]))}), "is no array"),
-        (msgpack.packb([]), "its head does not name what it holds"),
-        (msgpack.packb({}), "its head does not name what it holds"),
+        (msgpack.packb({"a": msgpack.ExtType(2, msgpack.packb(["<i8", 1]))}), "an invalid array"),
+        (msgpack.packb([]), "its head does not match its arrays"),
+        (msgpack.packb({}), "its head does not match its arrays"),
         (b"\xdd\xff\xff\xff\xff", "exceeds max_array_len"),
         (b"\xdf\xff\xff\xff\xff", "exceeds max_map_len"),
         (b"\x91" * 5000, "StackError"),
@@ -510,7 +511,7 @@ def _wrong(value: Any) -> Iterator[Any]:
 def test_a_checkpoint_holds_nothing_but_plain_values(monkeypatch: pytest.MonkeyPatch) -> None:
     for stranger in (object(), print, {1}, np.array([print]), np.zeros(1, np.float32)):
         monkeypatch.setattr(Catalog, "snapshot", lambda _, kept=stranger: {"kept": kept})
-        with pytest.raises(TypeError, match=r"has no place in a checkpoint|can not serialize"):
+        with pytest.raises(TypeError, match=r"cannot be stored in a checkpoint|can not serialize"):
             Checkpoint.of(Catalog(), Position(0, 0))
 
 
@@ -541,7 +542,7 @@ def test_of_trajectories_some_have_several_rollouts() -> None:
 def test_numbers_of_deleted_entries_do_not_come_again_after_a_restart(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, LIMIT)
     numbers = store.append([Entry(b"one"), Entry(b"two"), Entry(b"three")])
-    store.drop(numbers[1:])
+    store.delete(numbers[1:])
     store.close()
     store = DiskStore(tmp_path, LIMIT)
     assert store.append([Entry(b"four")]) == [3]

@@ -16,7 +16,7 @@ from bridge.client.client import TraceClient
 from bridge.daemon.spawn import EmbeddedBridge
 from bridge.errors import CorruptMessage, StoreFull, UnknownTrajectory
 from bridge.index import Catalog
-from bridge.index.catalog import Journaled
+from bridge.index.catalog import JournalRecord
 from bridge.index.retention import garbage
 from bridge.layout import Part, RecordLayout
 from bridge.producer.producer import RecordProducer
@@ -322,12 +322,12 @@ def test_a_restart_finds_the_steps_that_matter(
     catalog, journal = Catalog(), {}
     width = layout.row_bytes(Part.FORWARD)
 
-    def tell(told: Journaled) -> None:
+    def tell(told: JournalRecord) -> None:
         journal[len(told_all)] = told
         catalog.apply(told, len(told_all), len(told_all))
         told_all.append(told)
 
-    told_all: list[Journaled] = []
+    told_all: list[JournalRecord] = []
     tell(Hello("e", layout))
     for kind, value in story:
         row = np.array([len(told_all)])
@@ -339,7 +339,7 @@ def test_a_restart_finds_the_steps_that_matter(
             tell(Step(value))
         elif kind == "collect":
             found = garbage(catalog, Policy(keep=1 + value), set(), 0.0)
-            gone = catalog.drop(found.trajectories, found.blocks)
+            gone = catalog.delete(found.trajectories, found.blocks)
             catalog.supersede_steps()
             for number in [*gone, *catalog.superseded]:
                 del journal[number]
@@ -391,7 +391,7 @@ def test_no_row_of_a_trajectory_that_stays_is_ever_given_up(
     before = {name: _held(catalog, name) for name in catalog.trajectories}
     names = {f"t{value}" for value in pinned}
     found = garbage(catalog, Policy(keep=keep), names, 0.0)
-    numbers = catalog.drop(found.trajectories, found.blocks)
+    numbers = catalog.delete(found.trajectories, found.blocks)
     assert len(set(numbers)) == len(numbers)
     for name in catalog.trajectories:
         assert _held(catalog, name) == before[name]
@@ -403,8 +403,8 @@ def test_no_row_of_a_trajectory_that_stays_is_ever_given_up(
 
 def _held(catalog: Catalog, name: str) -> list[tuple[int, int]]:
     trajectory = catalog.trajectories[name]
-    places = catalog.places(Part.FORWARD, trajectory, slice(0, len(trajectory)))
-    return [(int(place["block"]), int(place["offset"])) for place in places]
+    locations = catalog.locations(Part.FORWARD, trajectory, slice(0, len(trajectory)))
+    return [(int(location["block"]), int(location["offset"])) for location in locations]
 
 
 def test_the_index_shrinks_with_what_is_given_up(layout: RecordLayout) -> None:
@@ -421,7 +421,7 @@ def test_the_index_shrinks_with_what_is_given_up(layout: RecordLayout) -> None:
         told = Trajectory("e", f"t{step}", 0, tokens, rows, FINISHED)
         catalog.apply(told, step + 20, 10 * step + 4)
         found = garbage(catalog, Policy(keep=2), set(), 0.0)
-        catalog.drop(found.trajectories, found.blocks)
+        catalog.delete(found.trajectories, found.blocks)
         sizes.append(catalog.nbytes())
     assert sizes[0] < sizes[2] == pytest.approx(sizes[5], rel=0.1)
     assert catalog.rows(Part.FORWARD) == 10_000
@@ -467,6 +467,6 @@ def test_a_full_disk_takes_the_news_of_a_step_too(small_disk: Path, step: int) -
         while True:
             held += store.append([Entry(b"header", bytes(70_000 + step * 8_000))])
     assert store.append([Entry(b"a step", reserved=True)]) == [len(held)]
-    store.drop(held)
+    store.delete(held)
     assert store.append([Entry(b"header", bytes(1_000_000))]) == [len(held) + 1]
     store.close()

@@ -45,7 +45,7 @@ def test_a_row_of_several_senders_is_complete_once_all_have_sent_it(
     for block, (sender, rows) in enumerate(sent):
         row_map.put(np.array(rows), block, sender)
         expected[rows, sender] = block
-    row_map.drop(np.array(sorted(dropped), dtype=np.int64))
+    row_map.delete(np.array(sorted(dropped), dtype=np.int64))
     expected[np.isin(expected, sorted(dropped))] = -1
     asked, complete = np.arange(50), (expected >= 0).all(axis=1)
     np.testing.assert_array_equal(row_map.find_each(asked)["block"], expected)
@@ -78,12 +78,12 @@ def test_rows_of_dropped_blocks_are_gone_and_the_others_stay(
     last = {row: block for block, rows in enumerate(blocks) for row in rows}
     for block, rows in enumerate(blocks):
         row_map.put(np.array(rows), block)
-    row_map.drop(np.array(sorted(dropped), dtype=np.int64))
+    row_map.delete(np.array(sorted(dropped), dtype=np.int64))
     found = row_map.find(np.array(list(last)))["block"]
     expected = [-1 if block in dropped else block for block in last.values()]
     assert found.tolist() == expected
     assert row_map.rows == sum(block >= 0 for block in expected)
-    row_map.drop(np.arange(8))
+    row_map.delete(np.arange(8))
     nbytes = row_map.nbytes()
     for block, rows in enumerate(blocks, start=8):
         row_map.put(np.array(rows), block)
@@ -101,7 +101,7 @@ def test_a_block_table_has_what_was_put_and_not_dropped(
         held[number] = order % 7
         if drop and held:
             oldest = list(held)[:drop]
-            table.drop(np.array(oldest, dtype=np.int64))
+            table.delete(np.array(oldest, dtype=np.int64))
             held = {key: value for key, value in held.items() if key not in oldest}
     numbers, blocks = table.held()
     assert dict(zip(numbers.tolist(), blocks["version"].tolist(), strict=True)) == held

@@ -9,32 +9,32 @@ import numpy as np
 import pytest
 
 from bridge.index import Catalog
-from bridge.index.catalog import Journaled
+from bridge.index.catalog import JournalRecord
 from bridge.layout import Part, RecordLayout
 from bridge.store.journal import pack, unpack
 from bridge.wire import Hello, Pin, RowsHeader, Trajectory, TrajectoryState, WeightDigests
 
 _ROW = np.zeros(1, np.int64)
-Make = Callable[[RecordLayout, str], Journaled]
+Make = Callable[[RecordLayout, str], JournalRecord]
 
 
-def _hello(layout: RecordLayout, name: str) -> Journaled:
+def _hello(layout: RecordLayout, name: str) -> JournalRecord:
     return Hello(name, layout, {}, {"path": name})
 
 
-def _trajectory(layout: RecordLayout, name: str) -> Journaled:
+def _trajectory(layout: RecordLayout, name: str) -> JournalRecord:
     return Trajectory("e", name, 0, np.zeros(1, np.int32), _ROW, TrajectoryState.OPEN)
 
 
-def _block(layout: RecordLayout, name: str) -> Journaled:
+def _block(layout: RecordLayout, name: str) -> JournalRecord:
     return RowsHeader("e", Part.FORWARD, name, layout.row_bytes(Part.FORWARD), _ROW)
 
 
-def _digests(layout: RecordLayout, name: str) -> Journaled:
+def _digests(layout: RecordLayout, name: str) -> JournalRecord:
     return WeightDigests("e", "v", {name: name})
 
 
-def _pin(layout: RecordLayout, name: str) -> Journaled:
+def _pin(layout: RecordLayout, name: str) -> JournalRecord:
     return Pin((name,), 60)
 
 
@@ -51,7 +51,7 @@ def test_what_long_names_take_is_counted(layout: RecordLayout, make: Make, fille
     try:
         for number, header in enumerate(headers, start=2):
             told, seq = unpack(header)
-            assert isinstance(told, Journaled)
+            assert isinstance(told, JournalRecord)
             pack(told, seq)
             catalog.apply(told, seq, number)
         del told

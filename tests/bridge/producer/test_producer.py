@@ -253,7 +253,7 @@ def test_rows_that_do_not_fit_the_hello_are_a_schema_mismatch(
             producer.send_rows(Part.FORWARD, [0], np.zeros((1, 3), dtype=np.uint8), "v")
             producer.flush()
 
-        with pytest.raises(SchemaMismatch, match="its hello says"):
+        with pytest.raises(SchemaMismatch, match="its Hello says"):
             send()
 
 

@@ -86,7 +86,7 @@ def test_a_full_disk_refuses_in_one_sentence_and_loses_nothing(small_disk: Path)
         assert all(
             _payload(read(number)) == number.to_bytes(4, "big") * 20_000 for number in range(held)
         )
-    store.drop(range(held))
+    store.delete(range(held))
     assert list(store.replay()) == []
     store.append(entries[: held // 2])
     store.close()
@@ -100,7 +100,7 @@ def test_replays_that_nobody_reads_to_the_end_take_no_place_of_a_reader(
     store.append([Entry(name) for name in (b"one", b"two", b"three")])
     half_read = [store.replay() for _ in range(500)]
     assert {next(replay) for replay in half_read} == {(0, b"one")}
-    store.drop([1])
+    store.delete([1])
     assert list(half_read[0]) == list(half_read[1]) == [(2, b"three")]
     assert list(store.replay()) == [(0, b"one"), (2, b"three")]
     store.close()

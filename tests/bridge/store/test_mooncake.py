@@ -91,7 +91,7 @@ def open_store(shared_pool: RunningPool, tmp_path: Path) -> Iterator[Callable[[]
 
     yield reopen
     store = opened[0]
-    store.drop([number for number, _ in store.replay()])
+    store.delete([number for number, _ in store.replay()])
     assert store.usage().pool_bytes == 0
     store.close()
 
@@ -127,7 +127,7 @@ def test_space_of_dropped_entries_is_used_again_for_ever(store: MooncakeStore) -
     held = POOL_MIB - 2
     for number in range(5 * held):
         if number >= held:
-            store.drop([number - held])
+            store.delete([number - held])
             assert _payload(store, number - held) is None
         assert store.append([Entry(b"header", _pattern(number, 1 << 20))]) == [number]
     last = range(4 * held, 5 * held)
@@ -152,7 +152,7 @@ def test_any_rows_wanted_of_any_entries_are_those_that_were_appended(
     payloads = [np.random.default_rng(count).bytes(count * row_bytes) for count in rows]
     numbers = store.append([Entry(b"h", payload, row_bytes) for payload in payloads])
     dropped = [numbers[entry] for entry in gone]
-    store.drop(dropped)
+    store.delete(dropped)
     runs = [(numbers[entry], first, 0, count) for entry, first, count in picks]
     with store.reader(ReadPlan(row_bytes, runs)) as read:
         for number, first, _, count in runs:
@@ -163,7 +163,7 @@ def test_any_rows_wanted_of_any_entries_are_those_that_were_appended(
                 sent = payloads[number - numbers[0]]
                 expected = sent[first * row_bytes : (first + count) * row_bytes]
                 assert held.payload[begin : begin + count * row_bytes] == expected
-    store.drop(numbers)
+    store.delete(numbers)
     assert store.usage().pool_bytes == 0
 
 
@@ -173,8 +173,8 @@ def test_only_wanted_rows_are_moved(store: MooncakeStore) -> None:
         held = read(0)
     assert held is not None
     assert (held.first_row, held.payload.nbytes) == (70, 2000)
-    assert held.sums is not None
-    assert len(held.sums) == 2
+    assert held.checksums is not None
+    assert len(held.checksums) == 2
 
 
 def test_an_acknowledged_row_survives_kill_9_of_the_daemon(
@@ -236,9 +236,9 @@ def test_rows_on_their_way_at_kill_9_are_sent_again_and_nothing_stays_behind(
     assert held >= payload.nbytes
     bridge.stop()
     store = MooncakeStore(tmp_path, JOURNAL, shared_pool.master)
-    store.drop([number for number, _ in store.replay()])
+    store.delete([number for number, _ in store.replay()])
     # Mooncake gives up what was half written after a while.
-    _wait_until(lambda: store.drop([]) is None and store.usage().pool_bytes == 0, most_s=90)
+    _wait_until(lambda: store.delete([]) is None and store.usage().pool_bytes == 0, most_s=90)
     store.close()
 
 
@@ -365,7 +365,7 @@ def test_two_bridges_share_a_pool_without_meeting(
     other = MooncakeStore(tmp_path / "other", JOURNAL, shared_pool.master)
     other.append([Entry(b"other", b"2" * 1000)])
     assert _payload(other, 0) == b"2" * 1000
-    other.drop([0])
+    other.delete([0])
     other.close()
     assert _payload(open_store(), 0) == b"1" * 1000
 

@@ -55,7 +55,7 @@ def test_a_store_full_of_whatever_sizes_takes_a_step_and_lets_go(
         assert store.append([step]) == [held + reserved + again]
         store.close()
         store = DiskStore(tmp_path, LIMIT)
-    store.drop(range(held))
+    store.delete(range(held))
     assert store.usage().disk_bytes < LIMIT // 4
     assert _files(tmp_path) <= LIMIT
     assert _append_until_full(store, Entry(b"rows" * 100, bytes(nbytes), nbytes)) > held // 2
@@ -69,7 +69,7 @@ def test_a_reader_that_was_killed_keeps_no_space(tmp_path: Path) -> None:
         reader.kill()
     for oldest in range(5 * LIMIT // 100_000):
         store.append([Entry(b"rows", bytes(100_000), 1000)])
-        store.drop([oldest])
+        store.delete([oldest])
     store.close()
 
 
@@ -79,9 +79,9 @@ def test_a_reader_that_lives_sees_its_state_while_the_store_goes_on_and_grows(
     store = DiskStore(tmp_path, 64 << 20)
     store.append([Entry(b"first", b"x" * 5000)])
     with _other_process(tmp_path) as reader:
-        store.drop([0])
+        store.delete([0])
         for _ in range(100):
-            store.drop(store.append([Entry(b"rows", bytes(10_000), 1000)]))
+            store.delete(store.append([Entry(b"rows", bytes(10_000), 1000)]))
         for _ in range(8):
             store.append([Entry(b"rows", bytes(1 << 20), 1000)])
         told, _ = reader.communicate("go on\n", timeout=60)
@@ -145,11 +145,11 @@ def test_what_could_not_be_deleted_is_deleted_with_the_next(
         with pytest.raises(
             StoreFailing, match=r"writing to the store .* failed .*; check the disk"
         ):
-            store.drop([0])
+            store.delete([0])
         with pytest.raises(StoreFailing):
             store.append([Entry(b"four")])
     assert len(list(store.replay())) == 3
-    store.drop([1])
+    store.delete([1])
     assert list(store.replay()) == [(2, b"three")]
     store.close()
 

@@ -76,12 +76,12 @@ def test_space_of_dropped_entries_is_used_again_for_ever(store: Store) -> None:
     held = _fill(store)
     oldest = 0
     for number in range(held, 5 * held):
-        store.drop([oldest])
+        store.delete([oldest])
         oldest += 1
         assert store.append([Entry(b"header", _pattern(number), 4000)]) == [number]
     assert _payload(store, oldest - 1) is None
     assert all(_payload(store, number) == _pattern(number) for number in range(oldest, 5 * held))
-    store.drop(range(5 * held))
+    store.delete(range(5 * held))
     assert _used(store) < 100
 
 
@@ -103,7 +103,7 @@ def test_any_mix_of_sizes_and_drops_reads_back_exactly_what_is_held(
         except StoreFull:
             assert held, "an empty store has room"
             for number in dropped.sample(list(held), max(1, len(held) // 2)):  # type: ignore[attr-defined]
-                store.drop([number])
+                store.delete([number])
                 del held[number]
         else:
             held[number] = payload

@@ -94,7 +94,7 @@ def test_a_damaged_row_and_a_lost_payload_are_found(tmp_path: Path) -> None:
 def test_a_file_is_made_smaller_and_holds_what_it_held(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, LIMIT)
     numbers = store.append([Entry(b"rows", bytes([n]) * 100_000, 100) for n in range(20)])
-    store.drop(numbers[:18])
+    store.delete(numbers[:18])
     served = _bridge("compact", tmp_path)
     assert served.returncode == 1
     assert "another bridge daemon serves" in served.stderr

@@ -108,7 +108,7 @@ def test_a_place_of_any_size_serves_and_one_smaller_than_a_row_is_passed_over(
     monkeypatch.setattr(
         "bridge.client.shm_receiver.ShmSegment", lambda: ShmSegment(BUFFERS, nbytes)
     )
-    monkeypatch.setattr("bridge.daemon.fetch.gather.PIECE_BYTES", 300)
+    monkeypatch.setattr("bridge.daemon.fetch.gather.CHUNK_BYTES", 300)
     with TraceClient(endpoint) as client:
         _assert_right(client.fetch("t"), payload)
     assert set(arrived) == {PageRows if nbytes < layout.bytes_per_token() else ShmPageRows}
@@ -215,7 +215,7 @@ def test_questions_that_come_again_at_any_time_never_yield_wrong_rows(
             queue_for_sending(socket, last[int(rng.integers(len(last)))])
 
     monkeypatch.setattr("bridge.client.shm_receiver.ShmSegment", lambda: ShmSegment(BUFFERS, 2500))
-    monkeypatch.setattr("bridge.daemon.fetch.gather.PIECE_BYTES", 700)
+    monkeypatch.setattr("bridge.daemon.fetch.gather.CHUNK_BYTES", 700)
     monkeypatch.setattr(connection_module, "queue_for_sending", again)
     right = 0
     with TraceClient(endpoint) as client:
