@@ -57,7 +57,7 @@ class StoreFull(TraceError):
     """The store has reached its limit; nothing already acknowledged is lost."""
 
 
-class TooManyQuestions(TraceError):
+class TooManyRequests(TraceError):
     """A client asks on and on without reading the answers."""
 
 

@@ -7,10 +7,10 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TypeVar
 
 import zmq
+from msgspec.structs import replace
 
 from bridge.client.shm_receiver import ShmReceiver
 from bridge.errors import BridgeUnreachable, CorruptMessage

@@ -6,8 +6,9 @@ Shapes: T = positions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -150,11 +151,9 @@ def summed_stats(replies: Sequence[StatsReply]) -> StatsReply:
     """Return the sum of counters; a trajectory counts at every bridge that knows it."""
     first, *others = replies
     totals = {
-        item.name: (max if item.name in _LARGEST else sum)(
-            [getattr(reply, item.name) for reply in replies]
-        )
-        for item in fields(first)
-        if item.name != "store"
+        name: (max if name in _LARGEST else sum)([getattr(reply, name) for reply in replies])
+        for name in first.__struct_fields__
+        if name != "store"
     }
     stores = dict.fromkeys(reply.store for reply in replies)
-    return replace(first, store=", ".join(stores), **totals) if others else first
+    return msgspec.structs.replace(first, store=", ".join(stores), **totals) if others else first

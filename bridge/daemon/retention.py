@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
+
+from msgspec.structs import asdict
 
 from bridge.errors import StoreFull
 from bridge.index import Catalog

@@ -9,11 +9,13 @@ row. The shard number identifies a rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import msgpack
+import msgspec
 import numpy as np
+from msgspec.structs import asdict, replace
 from numpy.typing import NDArray
 
 from bridge.errors import EngineIdTaken, SchemaMismatch, UnknownEngine
@@ -24,8 +26,8 @@ from bridge.index.tables.sizes import text_bytes
 from bridge.layout import Part, Shard
 from bridge.wire import Dropped, Hello, RowsHeader, Trajectory, WeightDigests
 from bridge.wire.envelope import NO_SEQ, Envelope
-from bridge.wire.fields import Fields
-from bridge.wire.ingest import parsed_incarnation
+from bridge.wire.fields import Incarnation, Name, ShardNumber
+from bridge.wire.message import converted
 
 Sent = Hello | RowsHeader | Trajectory | Dropped | WeightDigests
 
@@ -201,13 +203,17 @@ def _hello(body: dict[str, Any], known: dict[bytes, Hello]) -> Hello:
     packed: bytes = msgpack.packb({**body, **_OWN})
     if packed not in known:
         known[packed] = Hello.parse(Envelope(Hello.KIND, NO_SEQ, body, ()))
-    hello, own = known[packed], Fields(body)
-    return replace(
-        hello,
-        engine_id=own.name("engine_id"),
-        shard=own.integer("shard", 0, len(hello.shards) - 1),
-        incarnation=parsed_incarnation(own),
-    )
+    hello = replace(known[packed], **asdict(converted(body, _Own, Hello.KIND)))
+    hello.check()
+    return hello
+
+
+class _Own(msgspec.Struct, frozen=True):
+    """What a registration has of its own, whatever other engines look like."""
+
+    engine_id: Name
+    shard: ShardNumber
+    incarnation: Incarnation
 
 
 def unknown_engine(message: Sent) -> UnknownEngine:

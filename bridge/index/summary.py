@@ -26,7 +26,7 @@ def summarize(catalog: Catalog, name: str) -> TrajectorySummary:
     due[:-1] = True
     return TrajectorySummary(
         trajectory=name,
-        state=trajectory.state.value,
+        state=trajectory.state,
         tokens=len(trajectory),
         rows=int(held[Part.FORWARD].sum()),
         kv_rows=int(held[Part.KV].sum()),

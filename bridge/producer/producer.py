@@ -48,7 +48,7 @@ from bridge.wire import (
     encode,
 )
 from bridge.wire.envelope import NO_SEQ, Buffer
-from bridge.wire.ingest import MAX_INCARNATION
+from bridge.wire.fields import MAX_INCARNATION
 from bridge.wire.refusal import exception
 
 log = logging.getLogger(__name__)

@@ -7,10 +7,13 @@ import msgpack
 from bridge.errors import CorruptMessage
 from bridge.wire import Message, decode, encode
 
+STORE_SCHEMA = 4
+"""Schema of the messages in a journal; it stays where only the wire's schema changes."""
+
 
 def pack(message: Message, seq: int) -> bytes:
     """Return the bytes to keep."""
-    packed: bytes = msgpack.packb([bytes(frame) for frame in encode(message, seq)])
+    packed: bytes = msgpack.packb([bytes(frame) for frame in encode(message, seq, STORE_SCHEMA)])
     return packed
 
 
@@ -22,4 +25,4 @@ def unpack(header: bytes) -> tuple[Message, int]:
         raise CorruptMessage(f"a journal entry is not readable ({error})") from error
     if not isinstance(frames, list) or not all(isinstance(frame, bytes) for frame in frames):
         raise CorruptMessage("a journal entry is not a list of frames")
-    return decode(frames)
+    return decode(frames, STORE_SCHEMA)

@@ -1,66 +1,47 @@
-"""What the daemon answers to everyone: held, refused, alive."""
+"""Replies of the daemon to any peer: acknowledged, refused, alive."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Annotated, ClassVar
 
-from bridge.wire.envelope import MAX_SEQ, Envelope
-from bridge.wire.fields import Fields
-from bridge.wire.message import HeaderOnly, Signal, frames_of
+from msgspec import Meta
 
-MAX_SENTENCE_CHARS = 4096
+from bridge.wire.envelope import MAX_SEQ
+from bridge.wire.fields import MAX_LIST_ITEMS, Name
+from bridge.wire.message import Message
+
+MAX_TEXT_CHARS = 4096
+
+_Seq = Annotated[int, Meta(ge=0, le=MAX_SEQ)]
 
 
-@dataclass(frozen=True, slots=True)
-class Ack(HeaderOnly):
+class Ack(Message, frozen=True):
     """The store holds the peer's messages with these sequence numbers."""
 
     KIND: ClassVar[str] = "ack"
 
-    seqs: tuple[int, ...]
-
-    def body(self) -> dict[str, Any]:
-        """Return the header fields."""
-        return {"seqs": list(self.seqs)}
-
-    @classmethod
-    def parse(cls, envelope: Envelope) -> Self:
-        """Build from an intact envelope."""
-        frames_of(envelope, 0)
-        return cls(Fields(envelope.body).integers("seqs", 0, MAX_SEQ))
+    seqs: Annotated[tuple[_Seq, ...], Meta(max_length=MAX_LIST_ITEMS)]
 
 
-@dataclass(frozen=True, slots=True)
-class Error(HeaderOnly):
-    """The message with this envelope's seq was refused; ``code`` is the name of an error class."""
+class Error(Message, frozen=True):
+    """The daemon refused the message with this envelope's sequence number.
+
+    ``code`` is the name of an error class, ``text`` its error message.
+    """
 
     KIND: ClassVar[str] = "error"
 
-    code: str
-    sentence: str
-
-    def body(self) -> dict[str, Any]:
-        """Return the header fields."""
-        return {"code": self.code, "sentence": self.sentence}
-
-    @classmethod
-    def parse(cls, envelope: Envelope) -> Self:
-        """Build from an intact envelope."""
-        frames_of(envelope, 0)
-        fields = Fields(envelope.body)
-        return cls(fields.name("code"), fields.text("sentence", limit=MAX_SENTENCE_CHARS))
+    code: Name
+    text: Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 
 
-@dataclass(frozen=True, slots=True)
-class Ping(Signal):
-    """Ask whether the daemon lives."""
+class Ping(Message, frozen=True):
+    """Ask whether the daemon is alive."""
 
     KIND: ClassVar[str] = "ping"
 
 
-@dataclass(frozen=True, slots=True)
-class Pong(Signal):
-    """The daemon lives."""
+class Pong(Message, frozen=True):
+    """The daemon is alive."""
 
     KIND: ClassVar[str] = "pong"

@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
-from bridge.wire.fields import Fields
+from msgspec import Meta
 
 MAX_SEGMENT_BYTES = 128 << 20
-MAX_STAMP = (1 << 64) - 1
-_MAX_NUMBER = 1 << 31
-_KEY_CHARS = 32
-_FIELDS = 5
+
+Offset = Annotated[int, Meta(ge=0, le=MAX_SEGMENT_BYTES)]
+# At most 64 bits, which is what a header's integers have.
+Stamp = Annotated[int, Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,32 +25,8 @@ class BufferHandle:
     verifies it by its random ``key``.
     """
 
-    pid: int
-    fd: int
-    key: str
-    offset: int
-    nbytes: int
-
-    def body(self) -> dict[str, Any]:
-        """Return the fields as a map."""
-        return {
-            "pid": self.pid,
-            "fd": self.fd,
-            "key": self.key,
-            "offset": self.offset,
-            "nbytes": self.nbytes,
-        }
-
-
-def parsed_buffer(fields: Fields) -> BufferHandle | None:
-    """Return the buffer handle in a header, None if it has none; raise CorruptMessage."""
-    if fields.body.get("place") is None:
-        return None
-    handle = Fields(fields.mapping("place", _FIELDS))
-    return BufferHandle(
-        handle.integer("pid", 1, _MAX_NUMBER),
-        handle.integer("fd", 0, _MAX_NUMBER),
-        handle.text("key", _KEY_CHARS),
-        handle.integer("offset", 0, MAX_SEGMENT_BYTES),
-        handle.integer("nbytes", 1, MAX_SEGMENT_BYTES),
-    )
+    pid: Annotated[int, Meta(ge=1, le=1 << 31)]
+    fd: Annotated[int, Meta(ge=0, le=1 << 31)]
+    key: Annotated[str, Meta(max_length=32)]
+    offset: Offset
+    nbytes: Annotated[int, Meta(ge=1, le=MAX_SEGMENT_BYTES)]

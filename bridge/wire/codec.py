@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from bridge.errors import CorruptMessage
 from bridge.wire import admin, answer, fetch, ingest, observe, retention
-from bridge.wire.envelope import Buffer, Envelope, seal, unseal
+from bridge.wire.envelope import SCHEMA_VERSION, Buffer, Envelope, seal, unseal
 from bridge.wire.message import Message
 
 MESSAGES: dict[str, type[Message]] = {
@@ -43,19 +43,19 @@ MESSAGES: dict[str, type[Message]] = {
 }
 
 
-def encode(message: Message, seq: int) -> list[Buffer]:
+def encode(message: Message, seq: int, version: int = SCHEMA_VERSION) -> list[Buffer]:
     """Return the frames of a message; large arrays are passed on without a copy."""
-    return seal(message.KIND, seq, message.body(), message.frames())
+    return seal(message.KIND, seq, message.body(), message.frames(), version)
 
 
-def decode(frames: Sequence[Buffer]) -> tuple[Message, int]:
+def decode(frames: Sequence[Buffer], version: int = SCHEMA_VERSION) -> tuple[Message, int]:
     """Return (message, seq).
 
     Raises:
         SchemaMismatch: the sender speaks another schema version.
         CorruptMessage: anything else that is not one of our messages, whole and unaltered.
     """
-    envelope = unseal(frames)
+    envelope = unseal(frames, version)
     return parsed(envelope), envelope.seq
 
 

@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest as checksum
 from bridge.errors import CorruptMessage, SchemaMismatch
 from bridge.wire.fields import MAX_LIST_ITEMS, MAX_MAP_ITEMS
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 MAX_HEADER_BYTES = 16 << 20
 MAX_SEQ = 1 << 62
 NO_SEQ = -1
@@ -46,7 +46,13 @@ class Envelope:
     frames: tuple[memoryview, ...]
 
 
-def seal(kind: str, seq: int, body: dict[str, Any], frames: Sequence[Buffer]) -> list[Buffer]:
+def seal(
+    kind: str,
+    seq: int,
+    body: dict[str, Any],
+    frames: Sequence[Buffer],
+    version: int = SCHEMA_VERSION,
+) -> list[Buffer]:
     """Return the frames to send; payload frames are passed on, not copied."""
     sums = [checksum(frame) for frame in frames]
     header: bytes = msgpack.packb({"type": kind, "seq": seq, "sums": sums, "body": body})
@@ -55,11 +61,11 @@ def seal(kind: str, seq: int, body: dict[str, Any], frames: Sequence[Buffer]) ->
             f"a {kind} header of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}; "
             "send fewer names in one message"
         )
-    preamble = _PREAMBLE.pack(_MAGIC, SCHEMA_VERSION, 0, len(header), checksum(header))
+    preamble = _PREAMBLE.pack(_MAGIC, version, 0, len(header), checksum(header))
     return [preamble + header, *frames]
 
 
-def unseal(frames: Sequence[Buffer]) -> Envelope:
+def unseal(frames: Sequence[Buffer], version: int = SCHEMA_VERSION) -> Envelope:
     """Check version, sizes and checksums; raise SchemaMismatch or CorruptMessage."""
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise CorruptMessage(f"a message has 1 to {MAX_FRAMES} frames, this one {len(frames)}")
@@ -68,7 +74,7 @@ def unseal(frames: Sequence[Buffer]) -> Envelope:
         raise CorruptMessage(f"a frame is over the limit of {MAX_FRAME_BYTES} bytes")
     if sum(frame.nbytes for frame in payload) > MAX_MESSAGE_BYTES:
         raise CorruptMessage(f"a message is over the limit of {MAX_MESSAGE_BYTES} bytes")
-    header = _open_header(head)
+    header = _open_header(head, version)
     if len(payload) != len(header["sums"]):
         raise CorruptMessage("the message lacks frames that its header announces; resend it")
     for number, (frame, expected) in enumerate(zip(payload, header["sums"], strict=True), start=1):
@@ -77,15 +83,15 @@ def unseal(frames: Sequence[Buffer]) -> Envelope:
     return Envelope(header["type"], header["seq"], header["body"], tuple(payload))
 
 
-def _open_header(frame: memoryview) -> dict[str, Any]:
+def _open_header(frame: memoryview, version: int) -> dict[str, Any]:
     if frame.nbytes < _PREAMBLE.size or bytes(frame[:4]) != _MAGIC:
         raise CorruptMessage(
             "this is not a bridge message; connect only sglang-trace processes to the endpoint"
         )
-    _, version, reserved, length, expected = _PREAMBLE.unpack(frame[: _PREAMBLE.size])
-    if version != SCHEMA_VERSION:
+    _, found, reserved, length, expected = _PREAMBLE.unpack(frame[: _PREAMBLE.size])
+    if found != version:
         raise SchemaMismatch(
-            f"the message has wire schema {version} and this process speaks {SCHEMA_VERSION}; "
+            f"the message has wire schema {found} and this process speaks {version}; "
             "install the same sglang-trace version on both sides"
         )
     packed = frame[_PREAMBLE.size :]

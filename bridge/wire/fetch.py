@@ -1,202 +1,145 @@
-"""A trainer asks for records and gets a page of them: first what it is, then its rows in pieces.
+"""Fetch requests and pages: first the page's head, then its rows in chunks.
 
-A piece is small enough to stay in the caches of a CPU on its way from the bridge's memory through
-the socket to the reader's.
+A chunk is small enough to stay in the CPU caches between the daemon's memory, the socket and the
+reader.
 
-Shapes: T = positions of a page, P = positions of a piece, V = those of them that have a row, W =
+Shapes: T = positions of a page, P = positions of a chunk, V = those of them that have a row, W =
 bytes of a row of the part in the page's layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from bridge.errors import CorruptMessage
 from bridge.layout import Part, RecordLayout, TensorSlice
 from bridge.layout.shape import MAX_LAYERS
 from bridge.layout.tensor_slice import ALL_VALUES
-from bridge.wire.buffer import MAX_SEGMENT_BYTES, MAX_STAMP, BufferHandle, parsed_buffer
+from bridge.wire.buffer import BufferHandle, Offset, Stamp
 from bridge.wire.envelope import Buffer, Envelope
-from bridge.wire.fields import MAX_COUNT, Fields, array, vector, wire_bytes
-from bridge.wire.ingest import (
-    MAX_ROW_BYTES,
-    MAX_TRAJECTORY_TOKENS,
-    TrajectoryState,
-    layout_body,
-    packed_kv_scales,
-    parsed_kv_scales,
-    parsed_layout,
-    parsed_part,
-    parsed_state,
-)
-from bridge.wire.message import HeaderOnly, frames_of
+from bridge.wire.fields import Count, Layer, Name, Names, Position, RowBytes, array, wire_bytes
+from bridge.wire.ingest import TrajectoryState
+from bridge.wire.message import Message, frames_of
 
-MAX_SITES = 64
-MAX_SITE_CHARS = 64
+_Layers = Annotated[tuple[Layer, ...], Meta(max_length=MAX_LAYERS)]
+_SiteName = Annotated[str, Meta(max_length=64)]
+_Sites = Annotated[tuple[_SiteName, ...], Meta(max_length=64)]
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch(HeaderOnly):
-    """Ask for positions [start, stop) of a trajectory; None means all layers, sites, positions.
+class Fetch(Message, frozen=True):
+    """Request positions [start, stop) of a trajectory; None means all layers, sites, positions.
 
-    ``tensor_slice`` is which values of fc2, K and V to send. With a ``buffer`` the page is no
-    larger than fits there, and its rows are `ShmPageRows` if the daemon can write to it.
+    ``tensor_slice`` are the values of fc2, K and V to send. With a ``buffer`` the page is no larger
+    than fits there, and its rows are `ShmPageRows` if the daemon can write to it.
     """
 
     KIND: ClassVar[str] = "fetch"
 
-    trajectory: str
-    start: int = 0
-    stop: int | None = None
-    layers: tuple[int, ...] | None = None
-    sites: tuple[str, ...] | None = None
+    trajectory: Name
+    start: Position = 0
+    stop: Position | None = None
+    layers: _Layers | None = None
+    sites: _Sites | None = None
     tensor_slice: TensorSlice = ALL_VALUES
     buffer: BufferHandle | None = None
 
-    def body(self) -> dict[str, Any]:
-        """Return the header fields."""
-        return {
-            "trajectory": self.trajectory,
-            "start": self.start,
-            "stop": self.stop,
-            "layers": None if self.layers is None else list(self.layers),
-            "sites": None if self.sites is None else list(self.sites),
-            "tensor_slice": self.tensor_slice.to_dict(),
-            "place": None if self.buffer is None else self.buffer.body(),
-        }
 
-    @classmethod
-    def parse(cls, envelope: Envelope) -> Self:
-        """Build from an intact envelope."""
-        frames_of(envelope, 0)
-        fields = Fields(envelope.body)
-        layers = fields.optional_integers("layers", 0, MAX_LAYERS - 1)
-        sites = fields.optional_texts("sites", MAX_SITES)
-        if len(layers or ()) > MAX_LAYERS or any(
-            len(site) > MAX_SITE_CHARS for site in sites or ()
-        ):
-            raise CorruptMessage("a question names more layers or longer sites than there can be")
-        return cls(
-            fields.name("trajectory"),
-            fields.integer("start", 0, MAX_TRAJECTORY_TOKENS),
-            fields.optional_integer("stop", 0, MAX_TRAJECTORY_TOKENS),
-            layers,
-            sites,
-            _parsed_slice(fields),
-            parsed_buffer(fields),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class FetchReply:
-    """What a page is: T positions from ``start``; ``length`` and ``revision`` are the trajectory's.
+class FetchReply(Message, frozen=True):
+    """The head of a page: T positions from ``start``; the trajectory's ``length`` and ``revision``.
 
     Rows of each part of its layout follow in `PageRows`, under the same sequence number.
 
     ``revision`` changes whenever the trajectory does, so a reader of several pages can tell.
     ``versions`` indexes ``weight_versions`` and ``weights``, the label and the digest of the rows'
     weights, -1 where no row is recorded; ``engines`` indexes ``engine_ids`` likewise.
-    A token id of -1 is a position of which no engine has told anything. ``rows`` are the engine's
-    numbers of the rows, -1 where it told none, whether the bridge holds them or not.
+    A token id of -1 is a position that no engine has reported. ``rows`` are the engine's numbers of
+    the rows, -1 where it reported none, whether the bridge holds them or not.
     """
 
     KIND: ClassVar[str] = "fetch_reply"
+    ARRAYS: ClassVar[dict[str, str]] = {
+        "tokens": "<i4",
+        "versions": "<i4",
+        "engines": "<i4",
+        "rows": "<i8",
+    }
+    MIN_ITEMS: ClassVar[int] = 0
 
-    trajectory: str
+    trajectory: Name
     state: TrajectoryState
-    revision: int
-    length: int
-    start: int
+    revision: Count
+    length: Position
+    start: Position
     layout: RecordLayout
     kv_scales: Mapping[int, tuple[float, float]]
-    weight_versions: tuple[str, ...]
-    engine_ids: tuple[str, ...]
+    weight_versions: Names
+    engine_ids: Names
     tokens: NDArray[np.int32]
     versions: NDArray[np.int32]
     engines: NDArray[np.int32]
     rows: NDArray[np.int64]
-    weights: tuple[str, ...] = ()
+    weights: Names = ()
 
     def __post_init__(self) -> None:
         if not self.weights:
-            object.__setattr__(self, "weights", ("",) * len(self.weight_versions))
+            msgspec.structs.force_setattr(self, "weights", ("",) * len(self.weight_versions))
 
-    def body(self) -> dict[str, Any]:
-        """Return the header fields."""
-        return {
-            "trajectory": self.trajectory,
-            "state": self.state.value,
-            "revision": self.revision,
-            "length": self.length,
-            "start": self.start,
-            "positions": len(self.tokens),
-            "layout": layout_body(self.layout),
-            "kv_scales": packed_kv_scales(self.kv_scales),
-            "weight_versions": list(self.weight_versions),
-            "weights": list(self.weights),
-            "engine_ids": list(self.engine_ids),
-        }
+    def check(self) -> None:
+        """Raise CorruptMessage unless every weight version has a digest."""
+        if len(self.weights) != len(self.weight_versions):
+            raise CorruptMessage("a page has not one digest for each of its weight versions")
 
-    def frames(self) -> list[Buffer]:
-        """Return the per-position arrays."""
-        return [
-            wire_bytes(self.tokens, "<i4"),
-            wire_bytes(self.versions, "<i4"),
-            wire_bytes(self.engines, "<i4"),
-            wire_bytes(self.rows, "<i8"),
-        ]
+
+class _Rows(Message, frozen=True):
+    """Header fields and validity of `PageRows`."""
+
+    KIND: ClassVar[str] = "page_rows"
+    ARRAYS: ClassVar[dict[str, str]] = {"valid": "u1"}
+
+    part: Part
+    begin: Position
+    valid: NDArray[np.bool_]
+    row_bytes: RowBytes
 
     @classmethod
-    def parse(cls, envelope: Envelope) -> Self:
-        """Build from an intact envelope."""
-        tokens, versions, engines, rows = frames_of(envelope, 4)
-        fields = Fields(envelope.body)
-        layout = parsed_layout(fields)
-        count = fields.integer("positions", 0, MAX_TRAJECTORY_TOKENS)
-        weight_versions, weights = fields.texts("weight_versions"), fields.texts("weights")
-        if len(weights) != len(weight_versions):
-            raise CorruptMessage("a page has not one digest for each of its weight versions")
-        return cls(
-            fields.name("trajectory"),
-            parsed_state(fields),
-            fields.integer("revision", 0, MAX_COUNT),
-            fields.integer("length", 0, MAX_TRAJECTORY_TOKENS),
-            fields.integer("start", 0, MAX_TRAJECTORY_TOKENS),
-            layout,
-            parsed_kv_scales(fields),
-            weight_versions,
-            fields.texts("engine_ids"),
-            array(tokens, "<i4", (count,)),
-            array(versions, "<i4", (count,)),
-            array(engines, "<i4", (count,)),
-            array(rows, "<i8", (count,)),
-            weights,
-        )
+    def arrays(cls, frames: tuple[memoryview, ...]) -> dict[str, NDArray[Any]]:
+        """View the frame as bool [P]."""
+        return {"valid": super().arrays(frames)["valid"].astype(np.bool_)}
+
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+        return int(np.count_nonzero(self.valid))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return self.count * self.row_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PageRows:
+class PageRows(Message, frozen=True):
     """Rows of one part for P positions of a page, from its position ``begin`` on.
 
     ``valid`` is bool [P]; ``rows`` is uint8 [V, W], those of the valid positions one after the
-    other: what is missing takes no bytes.
+    other: a missing row takes no bytes.
     """
 
     KIND: ClassVar[str] = "page_rows"
 
     part: Part
-    begin: int
+    begin: Position
     valid: NDArray[np.bool_]
     rows: NDArray[np.uint8]
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return len(self.rows)
 
     @property
@@ -215,20 +158,13 @@ class PageRows:
     @classmethod
     def parse(cls, envelope: Envelope) -> Self:
         """Build from an intact envelope."""
-        valid_frame, rows_frame = frames_of(envelope, 2)
-        fields = Fields(envelope.body)
-        valid_P = vector(valid_frame, np.uint8, MAX_TRAJECTORY_TOKENS).astype(np.bool_)
-        row_bytes = fields.integer("row_bytes", 1, MAX_ROW_BYTES)
-        return cls(
-            parsed_part(fields),
-            fields.integer("begin", 0, MAX_TRAJECTORY_TOKENS),
-            valid_P,
-            array(rows_frame, np.uint8, (int(np.count_nonzero(valid_P)), row_bytes)),
-        )
+        valid, rows = frames_of(envelope, 2)
+        head = _Rows.build(envelope.body, _Rows.arrays((valid,)))
+        rows_VW = array(rows, np.uint8, (head.count, head.row_bytes))
+        return cls(head.part, head.begin, head.valid, rows_VW)
 
 
-@dataclass(frozen=True, slots=True)
-class ShmPageRows:
+class ShmPageRows(_Rows, frozen=True):
     """`PageRows` whose ``rows`` are in the request's shared-memory buffer, from byte ``at`` on.
 
     They take ``nbytes``. The buffer keeps the ``stamp`` until something else is written there, so
@@ -236,57 +172,7 @@ class ShmPageRows:
     (`bridge.transport.shared_memory`).
     """
 
-    KIND: ClassVar[str] = "placed_rows"
+    KIND: ClassVar[str] = "shm_page_rows"
 
-    part: Part
-    begin: int
-    valid: NDArray[np.bool_]
-    row_bytes: int
-    at: int
-    stamp: int
-
-    @property
-    def count(self) -> int:
-        """How many rows there are."""
-        return int(np.count_nonzero(self.valid))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows."""
-        return self.count * self.row_bytes
-
-    def body(self) -> dict[str, Any]:
-        """Return the header fields."""
-        return {
-            "part": self.part.value,
-            "begin": self.begin,
-            "row_bytes": self.row_bytes,
-            "at": self.at,
-            "stamp": self.stamp,
-        }
-
-    def frames(self) -> list[Buffer]:
-        """Return validity."""
-        return [wire_bytes(self.valid, np.uint8)]
-
-    @classmethod
-    def parse(cls, envelope: Envelope) -> Self:
-        """Build from an intact envelope."""
-        (valid_frame,) = frames_of(envelope, 1)
-        fields = Fields(envelope.body)
-        return cls(
-            parsed_part(fields),
-            fields.integer("begin", 0, MAX_TRAJECTORY_TOKENS),
-            vector(valid_frame, np.uint8, MAX_TRAJECTORY_TOKENS).astype(np.bool_),
-            fields.integer("row_bytes", 1, MAX_ROW_BYTES),
-            fields.integer("at", 0, MAX_SEGMENT_BYTES),
-            fields.integer("stamp", 0, MAX_STAMP),
-        )
-
-
-def _parsed_slice(fields: Fields) -> TensorSlice:
-    """Return a slice whose bounds are no further checked: that is for the record's layout to do."""
-    try:
-        return TensorSlice.from_dict(fields.mapping("tensor_slice", 2))
-    except (TypeError, ValueError) as error:
-        raise CorruptMessage(f"header field tensor_slice is not valid ({error})") from error
+    at: Offset
+    stamp: Stamp

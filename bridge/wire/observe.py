@@ -1,23 +1,20 @@
-"""The question for a daemon's status document."""
+"""The request for a daemon's status document."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from bridge.wire.envelope import Buffer, Envelope
-from bridge.wire.message import Signal, frames_of
+from bridge.wire.message import Message, frames_of
 
 
-@dataclass(frozen=True, slots=True)
-class Observe(Signal):
-    """Ask for the status document."""
+class Observe(Message, frozen=True):
+    """Request the status document."""
 
     KIND: ClassVar[str] = "observe"
 
 
-@dataclass(frozen=True, slots=True)
-class ObserveReply:
+class ObserveReply(Message, frozen=True):
     """The status document, JSON (`bridge.observe.status`)."""
 
     KIND: ClassVar[str] = "observe_reply"
@@ -25,7 +22,7 @@ class ObserveReply:
     document: bytes
 
     def body(self) -> dict[str, Any]:
-        """Return no fields."""
+        """Return no fields: the document is a frame."""
         return {}
 
     def frames(self) -> list[Buffer]:

@@ -11,13 +11,13 @@ from bridge.errors import (
     ShmUnreachable,
     StoreFailing,
     StoreFull,
-    TooManyQuestions,
+    TooManyRequests,
     TraceError,
     UnknownEngine,
     UnknownTrajectory,
 )
 from bridge.plain import plain
-from bridge.wire.answer import MAX_SENTENCE_CHARS, Error
+from bridge.wire.answer import MAX_TEXT_CHARS, Error
 
 _BY_CODE = {
     kind.__name__: kind
@@ -30,7 +30,7 @@ _BY_CODE = {
         SchemaMismatch,
         StoreFailing,
         StoreFull,
-        TooManyQuestions,
+        TooManyRequests,
         UnknownEngine,
         UnknownTrajectory,
     )
@@ -39,9 +39,9 @@ _BY_CODE = {
 
 def refusal(error: TraceError) -> Error:
     """Return the message that carries an error."""
-    return Error(type(error).__name__, plain(str(error))[:MAX_SENTENCE_CHARS])
+    return Error(type(error).__name__, plain(str(error))[:MAX_TEXT_CHARS])
 
 
 def exception(refused: Error) -> TraceError:
     """Return the exception to raise for a message that carries an error."""
-    return _BY_CODE.get(refused.code, TraceError)(plain(refused.sentence))
+    return _BY_CODE.get(refused.code, TraceError)(plain(refused.text))

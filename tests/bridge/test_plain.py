@@ -49,7 +49,7 @@ def test_labels_of_two_names_differ(one: str, other: str) -> None:
 
 @given(st.text(max_size=5000))
 def test_sentences_are_safe_on_both_sides(sentence: str) -> None:
-    assert _is_safe(refusal(TraceError(sentence)).sentence)
+    assert _is_safe(refusal(TraceError(sentence)).text)
     assert _is_safe(str(exception(Error("StoreFull", sentence))))
 
 

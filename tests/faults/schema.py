@@ -15,6 +15,7 @@ import zmq
 
 from bridge.errors import SchemaMismatch, UnknownTrajectory
 from bridge.layout import Part
+from bridge.store.journal import STORE_SCHEMA
 from bridge.wire import (
     SCHEMA_VERSION,
     Error,
@@ -48,13 +49,13 @@ def older_store(repetition: Repetition) -> Outcome:
         with running(engine.run, stream) as process:
             outcome = finish(repetition, process, stream)
         bridge.kill()
-        older = int(repetition.rng.integers(0, SCHEMA_VERSION))
+        older = int(repetition.rng.integers(0, STORE_SCHEMA))
         _set_schema(directory, older)
         before = _digest(directory)
         outcome += _refused(directory, older, repetition.end)
         if _digest(directory) != before:
             outcome.reports.append("a store that was refused has changed")
-        _set_schema(directory, SCHEMA_VERSION)
+        _set_schema(directory, STORE_SCHEMA)
         bridge.restart()
         with asking(bridge.endpoint, repetition.end) as client:
             return outcome + verify(client, stream) + Outcome(met=1)

@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from bridge.daemon.memory.budget import Budget
-from bridge.errors import TooManyQuestions
+from bridge.errors import TooManyRequests
 
 _MAX_QUESTIONS = 1024
 _QUESTION_BYTES = 256
@@ -38,14 +38,14 @@ class WaitingQuestions:
         """Keep the one frame of a question.
 
         Raises:
-            TooManyQuestions: this client's questions that wait are as many as it may have.
+            TooManyRequests: this client's questions that wait are as many as it may have.
         """
         queue = self._queues.get(peer, _Queue())
         cost = len(question) + _QUESTION_BYTES
         share = max(self._budget.questions // (len(self._queues) + 1), _MIN_BYTES)
         over = self.nbytes + cost > self._budget.questions and queue.nbytes + cost > _MIN_BYTES
         if over or len(queue.questions) >= _MAX_QUESTIONS or queue.nbytes + cost > share:
-            raise TooManyQuestions(
+            raise TooManyRequests(
                 f"{len(queue.questions)} questions of this client wait because it has not read the "
                 "answers before them, and there is no room for more; read answers first, or ask "
                 "fewer questions at a time"

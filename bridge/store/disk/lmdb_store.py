@@ -45,7 +45,8 @@ from bridge.store.disk.environment import (
     make_environment,
 )
 from bridge.store.disk.room import Room
-from bridge.wire.envelope import SCHEMA_VERSION, Buffer
+from bridge.store.journal import STORE_SCHEMA
+from bridge.wire.envelope import Buffer
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +102,11 @@ class DiskStore:
 
     def _check_schema(self, txn: Any) -> None:
         found = txn.get(SCHEMA_KEY, db=self._env.table(ABOUT))
-        if found is None or bytes(found) != str(SCHEMA_VERSION).encode():
+        if found is None or bytes(found) != str(STORE_SCHEMA).encode():
             version = "no" if found is None else bytes(found).decode("ascii", "replace")
             raise SchemaMismatch(
                 f"the store in {self.directory} has schema {version} and this process writes "
-                f"{SCHEMA_VERSION}; choose another --dir or use the version that wrote it"
+                f"{STORE_SCHEMA}; choose another --dir or use the version that wrote it"
             )
 
     def _position(self, txn: Any) -> tuple[int, int]:
@@ -433,7 +434,7 @@ def _opened(directory: Path, map_bytes: int, readonly: bool, sync: bool) -> Envi
         if readonly:
             _refuse_without_store(directory)
         else:
-            make_environment(directory, SCHEMA_VERSION, sync=sync)
+            make_environment(directory, STORE_SCHEMA, sync=sync)
         return Environment(directory, map_bytes, readonly=readonly, sync=sync)
 
 

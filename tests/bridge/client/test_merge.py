@@ -330,7 +330,7 @@ class TestStats:
     @staticmethod
     def reply(store: str, first: int) -> StatsReply:
         """Counters that are all different, counted on from ``first``."""
-        counters = [item.name for item in fields(StatsReply) if item.name != "store"]
+        counters = [name for name in StatsReply.__struct_fields__ if name != "store"]
         numbers = {name: first + place for place, name in enumerate(counters)}
         return StatsReply(store=store, **numbers)
 
@@ -342,9 +342,9 @@ class TestStats:
         replies = [self.reply("memory", 1000), self.reply("disk", 1), self.reply("disk", 100)]
         joined = summed_stats(replies)
         assert joined.store == "memory, disk"
-        for item in fields(StatsReply):
-            each = [getattr(reply, item.name) for reply in replies]
-            if item.name in ("step", "engines", "full"):
-                assert getattr(joined, item.name) == max(each)
-            elif item.name != "store":
-                assert getattr(joined, item.name) == sum(each)
+        for name in StatsReply.__struct_fields__:
+            each = [getattr(reply, name) for reply in replies]
+            if name in ("step", "engines", "full"):
+                assert getattr(joined, name) == max(each)
+            elif name != "store":
+                assert getattr(joined, name) == sum(each)

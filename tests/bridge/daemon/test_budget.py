@@ -16,7 +16,7 @@ from bridge.client.client import TraceClient
 from bridge.daemon.memory.budget import Budget
 from bridge.daemon.memory.waiting import WaitingQuestions
 from bridge.daemon.spawn import EmbeddedBridge
-from bridge.errors import TooManyQuestions
+from bridge.errors import TooManyRequests
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from bridge.producer.producer import RecordProducer
 from bridge.store.payloads import room_of
@@ -53,7 +53,7 @@ def test_questions_wait_in_turn_and_none_pushes_out_another(
         if puts:
             try:
                 waiting.put(peer, question)
-            except TooManyQuestions:
+            except TooManyRequests:
                 assert model.get(peer)  # a client that has none waiting is never refused
             else:
                 model.setdefault(peer, []).append(question)
@@ -125,7 +125,7 @@ def test_a_clients_questions_are_refused_beyond_its_share_and_those_of_others_an
         for seq in range(4000):
             greedy.send_multipart(encode(Fetch("t"), seq))
         with TraceClient(bridge.endpoint) as client:
-            while "TooManyQuestions" not in _refused(client):
+            while "TooManyRequests" not in _refused(client):
                 pass
         for seq in range(8):
             other.send_multipart(encode(Fetch("t", stop=1000), seq))
@@ -142,7 +142,7 @@ def test_a_clients_questions_are_refused_beyond_its_share_and_those_of_others_an
             kinds.add(type(message))
         assert kinds == {FetchReply, PageRows, Error}
         assert isinstance(message, Error)
-        assert "read answers first" in message.sentence
+        assert "read answers first" in message.text
 
 
 def _refused(client: TraceClient) -> dict[str, int]:

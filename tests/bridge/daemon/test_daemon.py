@@ -90,7 +90,7 @@ def test_rows_of_another_width_and_a_changed_hello_are_refused(
     assert refused.code == "SchemaMismatch"
     refused = peer.ask(Hello("e", layout.narrow(sites=["fc1"])), 2)
     assert isinstance(refused, Error)
-    assert "new engine id" in refused.sentence
+    assert "new engine id" in refused.text
 
 
 def test_a_message_sent_again_is_acknowledged_and_stored_once(
@@ -172,7 +172,7 @@ def test_another_schema_version_is_answered_in_a_sentence(peer: Peer) -> None:
     answer, _ = peer.hear()
     assert isinstance(answer, Error)
     assert answer.code == "SchemaMismatch"
-    assert "same sglang-trace version" in answer.sentence
+    assert "same sglang-trace version" in answer.text
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

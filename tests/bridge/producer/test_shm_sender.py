@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -147,7 +148,7 @@ def test_a_copy_that_comes_when_the_place_is_used_again_is_found_out(sender: Shm
 
 def test_memory_of_a_process_that_is_gone_is_out_of_reach(sender: ShmSender) -> None:
     message = in_shm(sender, rows_of(BUFFER))
-    gone = replace(message, buffer=replace(message.buffer, pid=(1 << 22) + 1))
+    gone = msgspec.structs.replace(message, buffer=replace(message.buffer, pid=(1 << 22) + 1))
     with pytest.raises(ShmUnreachable, match="send the rows through the socket"):
         Regions().rows(PEER, gone)
 
@@ -198,7 +199,7 @@ def test_rows_reach_a_bridge_of_this_machine_through_memory(
     read, acknowledged = stream(endpoint, layout, payload)
     np.testing.assert_array_equal(read, payload)
     assert acknowledged == 400
-    assert sent.count("lent_rows") == 40
+    assert sent.count("rows_in_shm") == 40
 
 
 def test_a_bridge_that_cannot_reach_the_memory_gets_the_rows_themselves(

@@ -126,7 +126,7 @@ EXAMPLES: list[Message] = [
 def _same(a: Any, b: Any) -> bool:
     if hasattr(a, "KIND"):
         return type(a) is type(b) and all(
-            _same(getattr(a, name), getattr(b, name)) for name in a.__dataclass_fields__
+            _same(getattr(a, name), getattr(b, name)) for name in a.__struct_fields__
         )
     return np.array_equal(a, b) if isinstance(a, np.ndarray) else bool(a == b)
 
@@ -236,7 +236,7 @@ def test_a_header_cannot_announce_more_than_it_has() -> None:
 @pytest.mark.parametrize(
     ("message", "why"),
     [
-        (Rows.of("", Part.FORWARD, np.array([1]), _FORWARD[:1], "v"), "engine_id is empty"),
+        (Rows.of("", Part.FORWARD, np.array([1]), _FORWARD[:1], "v"), "engine_id"),
         (Rows.of("e", Part.FORWARD, np.array([-1]), _FORWARD[:1], "v"), "negative"),
         (Rows.of("e", Part.FORWARD, np.array([1 << 62 | 1]), _FORWARD[:1], "v"), "beyond 2"),
         (Rows.of("e", Part.FORWARD, np.array([1, 2]), _FORWARD[:1], "v"), "announced"),

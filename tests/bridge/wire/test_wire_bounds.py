@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from bridge.client.assemble import Page, join
 from bridge.client.client import TraceClient
@@ -35,8 +36,8 @@ from bridge.wire import (
     encode,
 )
 from bridge.wire import envelope as wire
+from bridge.wire.buffer import MAX_SEGMENT_BYTES
 from bridge.wire.envelope import checksum, seal
-from bridge.wire.fetch import MAX_SEGMENT_BYTES
 from bridge.wire.refusal import refusal
 from tests.bridge.wire.test_wire import EXAMPLES
 
@@ -73,7 +74,6 @@ def _headed(header: bytes) -> list[bytes]:
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        ("fetch_reply", {"positions": _HUGE}),
         ("fetch_reply", {"length": _HUGE}),
         ("fetch_reply", {"start": _HUGE}),
         ("page_rows", {"begin": _HUGE}),
@@ -93,7 +93,7 @@ def _headed(header: bytes) -> list[bytes]:
         ("step", {"step": _HUGE}),
         ("list", {"prefix": "t" * 1025}),
         ("ack", {"seqs": [-_HUGE]}),
-        ("error", {"sentence": "s" * 4097}),
+        ("error", {"text": "s" * 4097}),
         ("weight_digests", {"digests": {"w" * 1025: "00"}}),
         ("weight_digests", {"digests": {str(i): "" for i in range(wire.MAX_MAP_ITEMS + 1)}}),
         ("digests_reply", {"by_engine": {"e" * 1025: {}}}),
@@ -118,19 +118,19 @@ def _headed(header: bytes) -> list[bytes]:
         ("block", {"shard": 64}),
         ("trajectory", {"shard": _HUGE}),
         ("fetch", {"tensor_slice": {"heads": [0] * 100}}),
-        ("fetch", {"place": {str(i): 0 for i in range(6)}}),
-        ("fetch", {"place": _BUFFER | {"pid": 0}}),
-        ("fetch", {"place": _BUFFER | {"pid": _HUGE}}),
-        ("fetch", {"place": _BUFFER | {"fd": -1}}),
-        ("fetch", {"place": _BUFFER | {"key": "0" * 33}}),
-        ("fetch", {"place": _BUFFER | {"offset": MAX_SEGMENT_BYTES + 1}}),
-        ("fetch", {"place": _BUFFER | {"nbytes": MAX_SEGMENT_BYTES + 1}}),
-        ("fetch", {"place": _BUFFER | {"nbytes": 0}}),
-        ("placed_rows", {"begin": _HUGE}),
-        ("placed_rows", {"row_bytes": _HUGE}),
-        ("placed_rows", {"row_bytes": 0}),
-        ("placed_rows", {"at": MAX_SEGMENT_BYTES + 1}),
-        ("placed_rows", {"stamp": -1}),
+        ("fetch", {"buffer": {str(i): 0 for i in range(6)}}),
+        ("fetch", {"buffer": _BUFFER | {"pid": 0}}),
+        ("fetch", {"buffer": _BUFFER | {"pid": _HUGE}}),
+        ("fetch", {"buffer": _BUFFER | {"fd": -1}}),
+        ("fetch", {"buffer": _BUFFER | {"key": "0" * 33}}),
+        ("fetch", {"buffer": _BUFFER | {"offset": MAX_SEGMENT_BYTES + 1}}),
+        ("fetch", {"buffer": _BUFFER | {"nbytes": MAX_SEGMENT_BYTES + 1}}),
+        ("fetch", {"buffer": _BUFFER | {"nbytes": 0}}),
+        ("shm_page_rows", {"begin": _HUGE}),
+        ("shm_page_rows", {"row_bytes": _HUGE}),
+        ("shm_page_rows", {"row_bytes": 0}),
+        ("shm_page_rows", {"at": MAX_SEGMENT_BYTES + 1}),
+        ("shm_page_rows", {"stamp": -1}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -140,7 +140,7 @@ def test_a_size_beyond_its_limit_is_refused(kind: str, fields: dict[str, Any]) -
 
 
 def test_the_fields_of_very_many_shards_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.wire.ingest.MAX_SHARD_FIELDS", 100)
+    monkeypatch.setattr("bridge.wire.record_fields.MAX_SHARD_FIELDS", 100)
     monkeypatch.setattr("bridge.layout.Shard.from_dict", lambda *_: pytest.fail("one was made"))
     with pytest.raises(SchemaMismatch, match="fields of all shards"):
         decode(_with("hello", shards=[_WHOLE] * 20))
@@ -219,7 +219,7 @@ def test_a_layout_of_absurdly_many_fields_is_refused() -> None:
 def test_a_sentence_of_any_length_arrives_cut() -> None:
     told, _ = decode(encode(refusal(TraceError("x" * 100_000)), 1))
     assert isinstance(told, Error)
-    assert set(told.sentence) == {"x"}
+    assert set(told.text) == {"x"}
 
 
 # --- what small messages make the daemon hold
@@ -303,7 +303,7 @@ def test_a_client_makes_no_tensors_for_more_positions_than_its_machine_can_hold(
     page = _example("fetch_reply")
     assert isinstance(page, FetchReply)
     columns = 1 << 20
-    shape = replace(page.layout.shape, num_kv_heads=columns // 32, head_dim=32)
+    shape = dataclasses.replace(page.layout.shape, num_kv_heads=columns // 32, head_dim=32)
     wide = RecordLayout(shape, (1, 3), (Site.K, Site.V), bits=4)
     far = replace(page, layout=wide, start=0, length=1 << 22)
     with pytest.raises(TraceError, match="fetch a part of them"):
