@@ -37,7 +37,7 @@ from benchmarks.kernels.bf16_experts import (
     grouped_mm_time,
     random_ids,
 )
-from bridge.fp4.nvfp4 import quantize_mxfp4, quantize_nvfp4
+from bridge.fp4.nvfp4 import quantize_nvfp4
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from sglang_trace.kernels.combine import combine
 from sglang_trace.kernels.fc1_quantize import quantize_tokens
@@ -45,7 +45,6 @@ from sglang_trace.kernels.fc2_quantize import quantize_slots
 from sglang_trace.kernels.grouped_gemm import DECODE, FEW, PREFILL, TileShape, multiply
 from sglang_trace.kernels.kv.gather_rows import KVRows, PoolSite
 from sglang_trace.kernels.moe import ExpertWeights, Workspace, run_experts, tile_shape
-from sglang_trace.kernels.mxfp4 import quantize_mxfp4_packed
 from sglang_trace.kernels.nvfp4 import quantize_nvfp4_packed
 from sglang_trace.kernels.staging_columns import LayerPlace
 from sglang_trace.kernels.tiles import sort_rows
@@ -129,11 +128,6 @@ def time_quantizers(table: Table) -> None:
     us = microseconds(lambda _: quantize_nvfp4_packed(w, one, packed, scales), 2)
     reference = microseconds(lambda _: quantize_nvfp4(w, one.view(-1, 1, 1)), 2)
     table.add("nvfp4", EXPERTS * WIDTH, nbytes, us, torch_us=reference)
-    flat = w.view(-1, HIDDEN)
-    us = microseconds(lambda _: quantize_mxfp4_packed(flat), 2)
-    reference = microseconds(lambda _: quantize_mxfp4(flat), 2)
-    nbytes = w.nbytes + packed.nbytes + scales.nbytes // 2
-    table.add("mxfp4", EXPERTS * WIDTH, nbytes, us, torch_us=reference)
 
 
 def time_kv(table: Table, tokens: int) -> None:

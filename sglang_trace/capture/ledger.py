@@ -31,7 +31,6 @@ from torch import Tensor
 from bridge.transport.bridge_sharding import row_number
 
 NO_ROW = -1
-PADDING_SLOT = 0
 
 
 @dataclass(frozen=True)
