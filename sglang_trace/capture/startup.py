@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from multiprocessing.util import Finalize
 from typing import Any
 
 from bridge.layout import ModelShape
 from sglang_trace.capture import capture
+from sglang_trace.capture.start_line import start_line
 from sglang_trace.config import TraceConfig
 from sglang_trace.preflight import hook_check, unsupported
 
+logger = logging.getLogger(__name__)
+
 
 def begin(model_runner: Any, config: TraceConfig) -> capture.Capture:
-    """Check this process, connect to the bridge and tell it the digests of the loaded weights.
+    """Check this process, connect to the bridge and send it the digests of the loaded weights.
+
+    The first rank logs what is captured.
 
     Raises:
         TraceError: a hook is not called, the model cannot be captured or the bridge is missing.
     """
+    from sglang.srt.distributed.parallel_state import get_tp_group
     from sglang.srt.runtime_context import get_serving
 
     hook_check.check_scheduler()
@@ -26,6 +33,8 @@ def begin(model_runner: Any, config: TraceConfig) -> capture.Capture:
     begun.weights_changed(get_serving().weight_version)
     # Runs when SGLang lets the scheduler end; a killed one loses what is not acknowledged.
     Finalize(None, begun.close, exitpriority=100)
+    if get_tp_group().rank_in_group == 0:
+        logger.info(start_line(layout, config))
     return begun
 
 
