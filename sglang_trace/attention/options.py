@@ -11,7 +11,7 @@ from sglang_trace.attention.unsupported import AttentionRefused
 from sglang_trace.config import ATTENTION_BACKEND, KV_CACHE_DTYPE
 from sglang_trace.hardware import is_hopper
 from sglang_trace.preflight import cpu_host
-from sglang_trace.preflight.unsupported import backends_of
+from sglang_trace.preflight.server_options import backends_of
 
 # Steps in which later releases resolve their options for an FP4 KV cache.
 FP4_KV_CACHE_STEPS = ("handle_kv4_compatibility", "handle_nvfp4_prefill_kv_dequant_dtype")

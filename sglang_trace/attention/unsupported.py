@@ -1,6 +1,6 @@
-"""What attention on FP4 keys and values does not compute, and is refused at start.
+"""Options and models that attention on FP4 keys and values does not support.
 
-One row a refusal. When a combination works, its row goes.
+The server refuses them at start. When a combination works, remove its row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,23 @@ import torch
 from bridge.errors import TraceError
 from sglang_trace.config import ATTENTION_BACKEND, KV_CACHE_DTYPE
 from sglang_trace.hardware import is_hopper
-from sglang_trace.preflight.unsupported import Refusal, above_one, backends_of, is_on, listed
+from sglang_trace.preflight.server_options import (
+    COPYING_CACHES,
+    DIFFUSION,
+    DISAGGREGATION,
+    NO_PREFILL_GRAPH,
+    PARALLEL,
+    PDMUX,
+    PREFILL_GRAPH,
+    SPECULATION,
+    TWO_BATCH_OVERLAP,
+    Option,
+    Unsupported,
+    backends_of,
+    count_above_one,
+    listed,
+    switch,
+)
 
 _OTHER_POOLS = "it copies code words without their block scales"
 _ONE_GPU = "it has run on one GPU only"
@@ -23,60 +39,38 @@ class AttentionRefused(TraceError):
     """The options or the model ask for attention that the kernels do not compute."""
 
 
-REFUSALS = (
-    Refusal(
-        "another GPU than Hopper",
-        lambda _options: not is_hopper(),
+UNSUPPORTED = (
+    Unsupported(
+        Option("another GPU than Hopper", lambda _options: not is_hopper()),
         "its kernels are made for Hopper",
         "leave --attention-backend out",
     ),
-    Refusal(
-        f"--kv-cache-dtype other than {KV_CACHE_DTYPE}",
-        lambda options: options.kv_cache_dtype != KV_CACHE_DTYPE,
+    Unsupported(
+        Option(
+            f"--kv-cache-dtype other than {KV_CACHE_DTYPE}",
+            lambda options: options.kv_cache_dtype != KV_CACHE_DTYPE,
+        ),
         "it reads code words and block scales",
         f"add --kv-cache-dtype {KV_CACHE_DTYPE}",
     ),
-    Refusal(
-        "another backend for prefill or decode",
-        lambda options: set(backends_of(options)) != {ATTENTION_BACKEND},
+    Unsupported(
+        Option(
+            "another backend for prefill or decode",
+            lambda options: set(backends_of(options)) != {ATTENTION_BACKEND},
+        ),
         "no other backend reads this cache",
         f"give --attention-backend {ATTENTION_BACKEND} alone",
     ),
-    Refusal(
-        "--speculative-algorithm",
-        is_on("speculative_algorithm"),
-        "it does not verify drafts",
-    ),
-    Refusal(
-        "a prefill CUDA graph",
-        lambda options: options.cuda_graph_config.prefill.backend != "disabled",
-        "its prefill reads sizes on the host",
-        "add --cuda-graph-backend-prefill disabled",
-    ),
-    Refusal("--enable-torch-compile", is_on("enable_torch_compile"), "it has not run compiled"),
-    Refusal("--tp-size above 1", above_one("tp_size"), _ONE_GPU),
-    Refusal("--pp-size above 1", above_one("pp_size"), _ONE_GPU),
-    Refusal("--dp-size above 1", above_one("dp_size"), _ONE_GPU),
-    Refusal("--attn-cp-size above 1", above_one("attn_cp_size"), _ONE_GPU),
-    Refusal("--dcp-size above 1", above_one("dcp_size"), _ONE_GPU),
-    Refusal("--enable-hierarchical-cache", is_on("enable_hierarchical_cache"), _OTHER_POOLS),
-    Refusal("--enable-lmcache", is_on("enable_lmcache"), _OTHER_POOLS),
-    Refusal("--enable-flexkv", is_on("enable_flexkv"), _OTHER_POOLS),
-    Refusal("--enable-hisparse", is_on("enable_hisparse"), _OTHER_POOLS),
-    Refusal("--enable-unified-memory", is_on("enable_unified_memory"), _OTHER_POOLS),
-    Refusal("--enable-kv-cache-sharding", is_on("enable_kv_cache_sharding"), _OTHER_POOLS),
-    Refusal(
-        "--disaggregation-mode",
-        lambda options: options.disaggregation_mode != "null",
-        _OTHER_POOLS,
-    ),
-    Refusal(
-        "--enable-two-batch-overlap",
-        is_on("enable_two_batch_overlap"),
-        "two half batches would share its workspace",
-    ),
-    Refusal("--enable-pdmux", is_on("enable_pdmux"), "two streams would share its workspace"),
-    Refusal("--dllm-algorithm", is_on("dllm_algorithm"), "its attention is causal"),
+    Unsupported(SPECULATION, "it does not verify drafts"),
+    Unsupported(PREFILL_GRAPH, "its prefill reads sizes on the host", NO_PREFILL_GRAPH),
+    Unsupported(switch("enable_torch_compile"), "it has not run compiled"),
+    Unsupported(count_above_one("tp_size"), _ONE_GPU),
+    *(Unsupported(each, _ONE_GPU) for each in PARALLEL),
+    *(Unsupported(each, _OTHER_POOLS) for each in COPYING_CACHES),
+    Unsupported(DISAGGREGATION, _OTHER_POOLS),
+    Unsupported(TWO_BATCH_OVERLAP, "two half batches would share its workspace"),
+    Unsupported(PDMUX, "two streams would share its workspace"),
+    Unsupported(DIFFUSION, "its attention is causal"),
 )
 
 
@@ -100,7 +94,7 @@ def check_arguments(options: Any) -> None:
     Raises:
         AttentionRefused: naming every reason found.
     """
-    found = [row for row in REFUSALS if row.applies(options)]
+    found = [row for row in UNSUPPORTED if row.applies(options)]
     if found:
         raise AttentionRefused(f"--attention-backend {ATTENTION_BACKEND} with {listed(found)}")
 

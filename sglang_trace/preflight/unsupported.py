@@ -1,18 +1,33 @@
-"""What is refused at start, because it would not be captured correctly, and why.
+"""Options and models that capture does not support: the server refuses them at start.
 
-One row a refusal. When a combination works, its row goes.
+When a combination works, remove its row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 from bridge.errors import TraceError
 from bridge.layout import RecordLayout, Site
 from sglang_trace.config import ATTENTION_BACKEND, KV_CACHE_DTYPE, QUANTIZATION, TraceConfig
+from sglang_trace.preflight.server_options import (
+    COPYING_CACHES,
+    DIFFUSION,
+    DISAGGREGATION,
+    NO_PREFILL_GRAPH,
+    PARALLEL,
+    PDMUX,
+    PREFILL_GRAPH,
+    SPECULATION,
+    TWO_BATCH_OVERLAP,
+    Option,
+    Unsupported,
+    backends_of,
+    count_above_one,
+    listed,
+    switch,
+)
 
 # The release with which capture has run on a GPU.
 GPU_RELEASE = "0.5.17"
@@ -24,149 +39,109 @@ class NotCaptured(TraceError):
     """A combination of options whose records would be wrong."""
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """`applies` reads SGLang's resolved options."""
-
-    flag: str
-    applies: Callable[[Any], bool]
-    reason: str
-    remedy: str = "leave it out"
-
-
-def is_on(name: str) -> Callable[[Any], bool]:
-    """Return whether an option is on; one that a release does not have cannot be."""
-    return lambda options: bool(getattr(options, name, False))
-
-
-def above_one(name: str) -> Callable[[Any], bool]:
-    """Return whether a count is above one."""
-    return lambda options: (getattr(options, name) or 1) > 1
-
-
-def backends_of(options: Any) -> tuple[str | None, str | None]:
-    """Return the attention backends of prefill and decode."""
-    both = options.attention_backend
-    return options.prefill_attention_backend or both, options.decode_attention_backend or both
-
-
 _ONE_RANK = "its ranks' shares of a row are not captured"
 _MOVES_SLOTS = "it moves K and V between slots behind the records"
 
-REFUSALS = (
-    Refusal(
-        "--device other than cpu and cuda",
-        lambda options: options.device not in ("cpu", "cuda"),
+UNSUPPORTED = (
+    Unsupported(
+        Option(
+            "--device other than cpu and cuda",
+            lambda options: options.device not in ("cpu", "cuda"),
+        ),
         "the FP4 experts have no kernels for it",
         "serve with --device cuda or cpu",
     ),
-    Refusal(
-        "--tp-size above 1 with --device cuda",
-        lambda options: options.tp_size > 1 and options.device == "cuda",
+    Unsupported(
+        Option(
+            "--tp-size above 1 with --device cuda",
+            lambda options: options.tp_size > 1 and options.device == "cuda",
+        ),
         "the FP4 kernels do not share a token's scale between ranks",
         "serve on one GPU",
     ),
-    Refusal(
-        f"--tp-size above 1 with another sglang than {RANKS_RELEASE}",
-        lambda options: options.tp_size > 1 and version("sglang") != RANKS_RELEASE,
+    Unsupported(
+        Option(
+            f"--tp-size above 1 with another sglang than {RANKS_RELEASE}",
+            lambda options: options.tp_size > 1 and version("sglang") != RANKS_RELEASE,
+        ),
         "capture on several ranks has run with that release only",
         f"install sglang=={RANKS_RELEASE} or serve on one rank",
     ),
-    Refusal(
-        f"--device cuda with another sglang than {GPU_RELEASE}",
-        lambda options: options.device == "cuda" and version("sglang") != GPU_RELEASE,
+    Unsupported(
+        Option(
+            f"--device cuda with another sglang than {GPU_RELEASE}",
+            lambda options: options.device == "cuda" and version("sglang") != GPU_RELEASE,
+        ),
         "capture has run on a GPU with that release only",
         f"install sglang=={GPU_RELEASE} or serve with --device cpu",
     ),
-    Refusal(
-        "--moe-runner-backend",
-        lambda options: options.moe_runner_backend not in ("auto", "triton"),
+    Unsupported(
+        Option(
+            "--moe-runner-backend",
+            lambda options: options.moe_runner_backend not in ("auto", "triton"),
+        ),
         "it hands routes on in a form of its own",
     ),
-    Refusal("--ep-size above 1", above_one("ep_size"), _ONE_RANK),
-    Refusal("--dp-size above 1", above_one("dp_size"), _ONE_RANK),
-    Refusal("--pp-size above 1", above_one("pp_size"), _ONE_RANK),
-    Refusal("--attn-cp-size above 1", above_one("attn_cp_size"), _ONE_RANK),
-    Refusal("--dcp-size above 1", above_one("dcp_size"), _ONE_RANK),
-    Refusal("--moe-dp-size above 1", above_one("moe_dp_size"), _ONE_RANK),
-    Refusal(
-        "--enable-attn-tp-input-scattered",
-        is_on("enable_attn_tp_input_scattered"),
+    Unsupported(count_above_one("ep_size"), _ONE_RANK),
+    *(Unsupported(each, _ONE_RANK) for each in PARALLEL),
+    Unsupported(count_above_one("moe_dp_size"), _ONE_RANK),
+    Unsupported(
+        switch("enable_attn_tp_input_scattered"),
         "a rank's experts may then see a part of the tokens",
     ),
-    Refusal(
-        "--speculative-algorithm",
-        is_on("speculative_algorithm"),
-        "rejected drafts are computed rows that no token comes from",
-    ),
-    Refusal("--enable-hierarchical-cache", is_on("enable_hierarchical_cache"), _MOVES_SLOTS),
-    Refusal("--enable-lmcache", is_on("enable_lmcache"), _MOVES_SLOTS),
-    Refusal("--enable-flexkv", is_on("enable_flexkv"), _MOVES_SLOTS),
-    Refusal("--enable-hisparse", is_on("enable_hisparse"), _MOVES_SLOTS),
-    Refusal("--enable-unified-memory", is_on("enable_unified_memory"), _MOVES_SLOTS),
-    Refusal("--enable-kv-cache-sharding", is_on("enable_kv_cache_sharding"), _MOVES_SLOTS),
-    Refusal(
-        "--enable-streaming-session",
-        is_on("enable_streaming_session"),
+    Unsupported(SPECULATION, "rejected drafts are computed rows that no token comes from"),
+    *(Unsupported(each, _MOVES_SLOTS) for each in COPYING_CACHES),
+    Unsupported(
+        switch("enable_streaming_session"),
         "a session keeps its slots beyond the end of a request",
         "send the turns of one trajectory as rid NAME#1, NAME#2",
     ),
-    Refusal(
-        "--disaggregation-mode",
-        lambda options: options.disaggregation_mode != "null",
-        "prompt and reply are computed by two engines",
-    ),
-    Refusal(
-        "--enable-two-batch-overlap",
-        is_on("enable_two_batch_overlap"),
-        "two half batches would write the same staging rows",
-    ),
-    Refusal("--enable-pdmux", is_on("enable_pdmux"), "a prefill is split over several passes"),
-    Refusal(
-        "--dllm-algorithm",
-        is_on("dllm_algorithm"),
-        "a diffusion model computes a token many times",
-    ),
-    Refusal(
-        "a prefill CUDA graph",
-        lambda options: options.cuda_graph_config.prefill.backend != "disabled",
+    Unsupported(DISAGGREGATION, "prompt and reply are computed by two engines"),
+    Unsupported(TWO_BATCH_OVERLAP, "two half batches would write the same staging rows"),
+    Unsupported(PDMUX, "a prefill is split over several passes"),
+    Unsupported(DIFFUSION, "a diffusion model computes a token many times"),
+    Unsupported(
+        PREFILL_GRAPH,
         "its pieces are captured without the staging rows",
-        "add --cuda-graph-backend-prefill disabled",
+        NO_PREFILL_GRAPH,
     ),
-    Refusal(
-        "--enable-eplb",
-        lambda options: options.enable_eplb or options.ep_num_redundant_experts > 0,
+    Unsupported(
+        Option(
+            "--enable-eplb",
+            lambda options: options.enable_eplb or options.ep_num_redundant_experts > 0,
+        ),
         "routes would name physical experts",
     ),
-    Refusal(
-        "--enable-lora",
-        lambda options: options.enable_lora or bool(options.lora_paths),
+    Unsupported(
+        Option("--enable-lora", lambda options: options.enable_lora or bool(options.lora_paths)),
         "the records do not say which adapter computed a row",
     ),
-    Refusal("--is-embedding", is_on("is_embedding"), "there are no sampled tokens"),
-    Refusal(
-        "--warmups",
-        is_on("warmups"),
+    Unsupported(switch("is_embedding"), "there are no sampled tokens"),
+    Unsupported(
+        switch("warmups"),
         "its requests have no names of their own and would be recorded as a client's",
     ),
-    Refusal(
-        "--enable-mis",
-        is_on("enable_mis"),
+    Unsupported(
+        switch("enable_mis"),
         "items of one request do not see each other, which the trainer does not know",
     ),
-    Refusal("--use-ray", is_on("use_ray"), "its workers do not inherit the trace options"),
-    Refusal(
-        "--enable-paged-experts",
-        lambda options: (
-            getattr(options, "enable_paged_experts", False) or bool(options.kt_weight_path)
+    Unsupported(switch("use_ray"), "its workers do not inherit the trace options"),
+    Unsupported(
+        Option(
+            "--enable-paged-experts",
+            lambda options: (
+                getattr(options, "enable_paged_experts", False) or bool(options.kt_weight_path)
+            ),
         ),
         "it takes the place of the experts that record",
     ),
 )
 
-_KV_ON_A_GPU = Refusal(
-    f"k and v with --device cuda and another attention than {ATTENTION_BACKEND}",
-    lambda options: set(backends_of(options)) != {ATTENTION_BACKEND},
+_KV_ON_A_GPU = Unsupported(
+    Option(
+        f"k and v with --device cuda and another attention than {ATTENTION_BACKEND}",
+        lambda options: set(backends_of(options)) != {ATTENTION_BACKEND},
+    ),
     "no other backend reads an NVFP4 KV cache in the way that is recorded",
     f"serve on a Hopper GPU with --attention-backend {ATTENTION_BACKEND} or add --trace-sites "
     "fc1,routes or fc1,fc2,routes",
@@ -179,7 +154,7 @@ def check_arguments(options: Any, config: TraceConfig) -> None:
     Raises:
         NotCaptured: naming every reason found.
     """
-    found = [row for row in REFUSALS if row.applies(options)]
+    found = [row for row in UNSUPPORTED if row.applies(options)]
     wanted = set(config.sites)
     if {Site.FC1, Site.FC2} & wanted and options.quantization != QUANTIZATION:
         found.append(_needs("--quantization", options.quantization, QUANTIZATION, "fc1 and fc2"))
@@ -191,11 +166,6 @@ def check_arguments(options: Any, config: TraceConfig) -> None:
         found.append(_needs("--quantization", options.quantization, QUANTIZATION, "routes"))
     if found:
         raise NotCaptured(listed(found))
-
-
-def listed(found: list[Refusal]) -> str:
-    """Return one sentence of all refusals."""
-    return "; ".join(f"{row.flag}: {row.reason}, so {row.remedy}" for row in found)
 
 
 def check_model(model_runner: Any, layout: RecordLayout) -> None:
@@ -228,10 +198,9 @@ def _check_pool(model_runner: Any) -> None:
         )
 
 
-def _needs(flag: str, found: str | None, needed: str, sites: str) -> Refusal:
-    return Refusal(
-        f"{flag} {found}",
-        lambda _options: True,
+def _needs(flag: str, found: str | None, needed: str, sites: str) -> Unsupported:
+    return Unsupported(
+        Option(f"{flag} {found}", lambda _options: True),
         f"{sites} are recorded with {flag} {needed}",
         f"leave {flag} out or change --trace-sites",
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_trace.attention.unsupported import (
-    REFUSALS,
+    UNSUPPORTED,
     AttentionRefused,
     check_arguments,
     is_asked_for,
@@ -70,7 +70,7 @@ def test_each_combination_is_refused_by_its_flag_with_a_remedy(
 
 
 def test_every_refusal_has_a_case_here() -> None:
-    assert len(REFUSALS) == len(BAD)
+    assert len(UNSUPPORTED) == len(BAD)
 
 
 def test_options_concern_us_where_they_name_our_backend_at_all() -> None:
@@ -84,7 +84,7 @@ def test_options_concern_us_where_they_name_our_backend_at_all() -> None:
 
 def test_every_option_that_is_refused_is_listed() -> None:
     read: set[str] = set()
-    for refusal in REFUSALS:
-        refusal.applies(Options(read))
+    for row in UNSUPPORTED:
+        row.applies(Options(read))
     assert {"enable_torch_compile", "decode_attention_backend"} <= read
     assert read <= listed_names("ServerArgs")

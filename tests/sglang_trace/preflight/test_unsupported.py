@@ -9,7 +9,12 @@ from packaging.version import Version
 
 from bridge.layout import Site
 from sglang_trace.config import DEFAULT_SITES, TraceConfig
-from sglang_trace.preflight.unsupported import GPU_RELEASE, REFUSALS, NotCaptured, check_arguments
+from sglang_trace.preflight.unsupported import (
+    GPU_RELEASE,
+    UNSUPPORTED,
+    NotCaptured,
+    check_arguments,
+)
 
 # Options of a server that is captured, as SGLang resolves them.
 GOOD: dict[str, Any] = {
@@ -152,7 +157,7 @@ def test_a_forward_pass_of_speculation_would_not_be_recorded_even_so() -> None:
 
 
 def test_every_refusal_has_a_case_here() -> None:
-    assert len(REFUSALS) == len(BAD)
+    assert len(UNSUPPORTED) == len(BAD)
 
 
 def test_a_gpu_records_keys_and_values_that_our_attention_reads(

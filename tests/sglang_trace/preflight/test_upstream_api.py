@@ -14,7 +14,7 @@ import sglang_trace
 from patches.check.attributes import Attributes
 from sglang_trace import hooks
 from sglang_trace.preflight import hook_check, upstream_api
-from sglang_trace.preflight.unsupported import REFUSALS
+from sglang_trace.preflight.unsupported import UNSUPPORTED
 from sglang_trace.weights.updates import CHANGES_WEIGHTS
 
 hooks.on_import()
@@ -79,8 +79,8 @@ class Options:
 def test_every_option_that_is_refused_is_listed() -> None:
     """An option that is gone counts as off, so only the list says that it has another name."""
     read: set[str] = set()
-    for refusal in REFUSALS:
-        refusal.applies(Options(read))
+    for row in UNSUPPORTED:
+        row.applies(Options(read))
     assert {"enable_lmcache", "lora_paths", "cuda_graph_config"} <= read
     assert read <= listed_names("ServerArgs")
 
