@@ -1,6 +1,6 @@
-"""Command line of the bridge: serve it, inspect it, collect what is old, make keys, count bytes.
+"""Command line of the bridge: serve, inspect, evict, back up, make keys, count bytes.
 
-What only one command needs is imported there: a daemon should start in a fraction of a second.
+Each command imports its own modules, so that a daemon starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ app = typer.Typer(
 
 DirOption = Annotated[
     Path | None,
-    typer.Option("--dir", help="Keep records here (LMDB), safe against crashes.", metavar="DIR"),
+    typer.Option("--dir", help="Store records here (LMDB), safe against crashes.", metavar="DIR"),
 ]
 
 
@@ -45,18 +45,23 @@ EndpointOption = Annotated[
 ]
 KeepOption = Annotated[
     int | None,
-    typer.Option("--keep", min=1, help="RL steps to keep, the current one too.", metavar="STEPS"),
+    typer.Option(
+        "--keep", min=1, help="RL steps to keep, including the current one.", metavar="STEPS"
+    ),
 ]
 VersionDiffOption = Annotated[
     int | None,
     typer.Option(
-        min=0, help="Give up rows this many weight versions behind the newest.", metavar="N"
+        min=0, help="Evict rows this many weight versions behind the newest.", metavar="N"
     ),
 ]
 ExpireOption = Annotated[
     int | None,
     typer.Option(
-        "--expire", min=0, help="Give up unfinished trajectories without news.", metavar="SECONDS"
+        "--expire",
+        min=0,
+        help="Expire unfinished trajectories without messages.",
+        metavar="SECONDS",
     ),
 ]
 KeysOption = Annotated[
@@ -64,7 +69,8 @@ KeysOption = Annotated[
     typer.Option("--keys", help="This client's key file (see `keys`).", metavar="FILE"),
 ]
 TimeoutOption = Annotated[
-    float, typer.Option("--timeout", min=0.1, help="Wait so long for answers.", metavar="SECONDS")
+    float,
+    typer.Option("--timeout", min=0.1, help="Maximum time to wait for answers.", metavar="SECONDS"),
 ]
 ParentOption = Annotated[
     int | None, typer.Option(help="Stop when this parent process ends.", metavar="PID")
@@ -95,7 +101,7 @@ def serve(
         Path | None,
         typer.Option(
             "--keys",
-            help="Encrypt, and let only this file's clients in (see `keys`).",
+            help="Encrypt, and accept only the clients of this file (see `keys`).",
             metavar="FILE",
         ),
     ] = None,
@@ -107,19 +113,21 @@ def serve(
     ] = False,
     directory: DirOption = None,
     disk_limit: Annotated[
-        str, typer.Option(help="Most that the files may take.", metavar="SIZE")
+        str, typer.Option(help="Maximum size of the files.", metavar="SIZE")
     ] = "64GiB",
     memory_limit: Annotated[
-        str, typer.Option(help="Most memory for records and their index.", metavar="SIZE")
+        str, typer.Option(help="Maximum memory for records and their index.", metavar="SIZE")
     ] = "8GiB",
     spill: Annotated[
         Path | None,
-        typer.Option(help="Where to put what memory cannot hold, without --dir.", metavar="DIR"),
+        typer.Option(
+            help="Directory for records that do not fit into memory, without --dir.", metavar="DIR"
+        ),
     ] = None,
     mooncake: Annotated[
         str | None,
         typer.Option(
-            help="Keep record bytes in the Mooncake pool of this master, the rest in --dir.",
+            help="Store record bytes in the Mooncake pool of this master, the rest in --dir.",
             metavar="HOST:PORT",
         ),
     ] = None,
@@ -135,17 +143,17 @@ def serve(
     ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="What to log to stderr.")] = LogLevel.WARNING,
     log_format: Annotated[
-        LogFormat, typer.Option(help="json: one object a line, with a stable event name.")
+        LogFormat, typer.Option(help="json: one object per line, with a stable event name.")
     ] = LogFormat.TEXT,
     parent: ParentOption = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; prints `bridge ready ENDPOINT` when it listens.
 
-    With --dir an acknowledged record survives a crash, and memory is a cache; without, records
-    live in memory and then in scratch space on disk, as long as the bridge runs. With --mooncake
-    too, record bytes live in memory of the pool's processes and survive a crash of the bridge.
+    With --dir an acknowledged record survives a crash, and memory is a cache. Without --dir,
+    records are in memory and then in scratch space on disk, and end with the bridge. With
+    --mooncake, record bytes are in the pool's processes and survive a crash of the bridge.
     """
-    with _one_sentence_errors():
+    with _error_messages():
         serve_until_stopped(
             endpoint,
             Access(keys, insecure),
@@ -159,18 +167,18 @@ def serve(
 
 @app.command(epilog=examples("python -m bridge mooncake --size 64GiB --port 50051"))
 def mooncake(
-    size: Annotated[str, typer.Option(help="Most memory of the pool.", metavar="SIZE")] = "8GiB",
-    port: Annotated[int, typer.Option(help="Where its master listens.")] = 50051,
+    size: Annotated[str, typer.Option(help="Maximum memory of the pool.", metavar="SIZE")] = "8GiB",
+    port: Annotated[int, typer.Option(help="Port of its master.")] = 50051,
     parent: ParentOption = None,
 ) -> None:
     """Run a Mooncake pool for this machine until SIGTERM or Ctrl-C, for `serve --mooncake`.
 
-    Its transfer ports listen on every interface and ask for no password: that is how Mooncake is
-    built. On a machine that others can reach, let a firewall close them.
+    Mooncake's transfer ports listen on every interface and ask for no password. On a machine that
+    others can reach, close them with a firewall.
     """
     from bridge.cli.mooncake_pool import run_until_stopped
 
-    with _one_sentence_errors():
+    with _error_messages():
         run_until_stopped(parse_size(size), port, parent)
 
 
@@ -187,8 +195,8 @@ def gc(
     keys: KeysOption = None,
     timeout_s: TimeoutOption = 30.0,
 ) -> None:
-    """Give up old records of running bridges now; pinned trajectories stay."""
-    with _one_sentence_errors():
+    """Evict old records of running bridges now; pinned trajectories stay."""
+    with _error_messages():
         policy = Policy(keep, max_version_diff, expire)
         if policy == Policy():
             raise TraceError("gc needs --keep, --max-version-diff or --expire to know what is old")
@@ -200,7 +208,7 @@ def gc(
             waiting_for(f"the bridge at {endpoint}", timeout_s),
         ):
             done = client.gc(policy)
-        print(f"gave up {done.trajectories} trajectories and {done.rows} rows")
+        print(f"evicted {done.trajectories} trajectories and {done.rows} rows")
 
 
 @app.command(
@@ -212,7 +220,10 @@ def gc(
 )
 def inspect(
     trajectory: Annotated[
-        str, typer.Argument(help="Only trajectories whose name begins so.", metavar="[TRAJECTORY]")
+        str,
+        typer.Argument(
+            help="Only trajectories whose name starts with this.", metavar="[TRAJECTORY]"
+        ),
     ] = "",
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     directory: DirOption = None,
@@ -223,7 +234,7 @@ def inspect(
     """List trajectories, rows and bytes of running bridges, or of a --dir without one."""
     from bridge.cli.inspect import inspect_directory, inspect_endpoint, render, to_json
 
-    with _one_sentence_errors():
+    with _error_messages():
         if directory is None:
             inspection = inspect_endpoint(endpoint, trajectory, keys, timeout_s)
         else:
@@ -234,7 +245,7 @@ def inspect(
 DirectoryArgument = Annotated[
     Path, typer.Argument(help="The --dir of a bridge.", metavar="DIR", show_default=False)
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, not a sentence.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, not text.")]
 
 
 @app.command(epilog=examples("python -m bridge backup /data/bridge /backup/bridge"))
@@ -248,34 +259,34 @@ def backup(
 ) -> None:
     """Copy a store to DEST, also while a bridge serves it; serve the copy with --dir DEST.
 
-    The copy is one state of the store: all that was acknowledged before the command began is in
-    it. Until it ends the store uses no space again, so leave it room below its --disk-limit. Check
-    the copy with `verify DEST`. Records in a Mooncake pool are not copied.
+    The copy is consistent and has all records that were acknowledged before the command began.
+    Until it ends, the store reuses no space, so leave it room below its --disk-limit. Check the
+    copy with `verify DEST`. Records in a Mooncake pool are not copied.
     """
     from bridge.store.disk.upkeep import back_up
 
-    with _one_sentence_errors(), _progress("copying") as progress:
+    with _error_messages(), _progress("copying") as progress:
         copied = back_up(directory, destination, progress)
-    _say(as_json, asdict(copied), f"copied {format_size(copied.nbytes)} to {destination}")
+    _show(as_json, asdict(copied), f"copied {format_size(copied.nbytes)} to {destination}")
 
 
 @app.command(epilog=examples("python -m bridge verify /data/bridge --json"))
 def verify(directory: DirectoryArgument, as_json: JsonOption = False) -> None:
-    """Read all of a store: every row's checksum, every message, and the index they give.
+    """Check every row and message of a store, and rebuild its index, also while it is served.
 
-    Also while a bridge serves it. The exit status is 1 if anything is damaged: such rows are
-    missing for trainers, the others are served as ever.
+    The exit status is 1 if anything is damaged. Trainers see damaged rows as missing; the bridge
+    serves all other rows.
     """
     from bridge.cli import verify
 
-    with _one_sentence_errors(), _progress("reading") as progress:
+    with _error_messages(), _progress("reading") as progress:
         found = verify.verify(directory, progress)
     damage = (
         f"{found.damaged_rows} rows, {found.lost_payloads} payloads and {found.damaged_entries} "
         "messages are damaged"
     )
     where = " (the rows of its Mooncake pool were not read)" if found.pooled else ""
-    _say(
+    _show(
         as_json,
         {**asdict(found), "whole": found.is_whole},
         f"{found.entries} entries, {found.rows} rows, {found.trajectories} trajectories{where}; "
@@ -287,16 +298,16 @@ def verify(directory: DirectoryArgument, as_json: JsonOption = False) -> None:
 
 @app.command(epilog=examples("python -m bridge compact /data/bridge"))
 def compact(directory: DirectoryArgument, as_json: JsonOption = False) -> None:
-    """Make the file of a store as small as what it holds; no bridge may serve it meanwhile.
+    """Shrink the file of a store to its content; no bridge may serve it meanwhile.
 
-    A store uses the space of what was given up again, but its file does not shrink by itself. The
-    command writes a second file beside it and then replaces it, so the disk needs room for both.
+    A store reuses the space of evicted records, but its file does not shrink by itself. The command
+    writes a second file and then replaces the first, so the disk needs room for both.
     """
     from bridge.store.disk import upkeep
 
-    with _one_sentence_errors(), _progress("copying") as progress:
+    with _error_messages(), _progress("copying") as progress:
         done = upkeep.compact(directory, progress)
-    _say(as_json, asdict(done), f"{format_size(done.was)} before, {format_size(done.nbytes)} now")
+    _show(as_json, asdict(done), f"{format_size(done.was)} before, {format_size(done.nbytes)} now")
 
 
 @app.command(
@@ -305,13 +316,15 @@ def compact(directory: DirectoryArgument, as_json: JsonOption = False) -> None:
 def cost(
     config: Annotated[
         Path | None,
-        typer.Argument(help="config.json of a model; else published models.", metavar="[CONFIG]"),
+        typer.Argument(
+            help="config.json of a model; default: published models.", metavar="[CONFIG]"
+        ),
     ] = None,
 ) -> None:
-    """Print the bytes that a token's record takes, by what is recorded, as a Markdown table."""
+    """Print the bytes per token of several record layouts, as a Markdown table."""
     from bridge.cli.size_table import PUBLISHED, cost_table, read_model
 
-    with _one_sentence_errors():
+    with _error_messages():
         print(cost_table(PUBLISHED if config is None else read_model(config)))
 
 
@@ -325,7 +338,7 @@ def top(
         list[str] | None,
         typer.Option(
             "--endpoint",
-            help=f"Bridges to watch, separated by commas or repeated; else {DEFAULT_ENDPOINT}.",
+            help=f"Bridges to watch, separated by commas or repeated; default {DEFAULT_ENDPOINT}.",
         ),
     ] = None,
     keys: KeysOption = None,
@@ -333,17 +346,17 @@ def top(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON once.")] = False,
     timeout_s: TimeoutOption = 2.0,
 ) -> None:
-    """Watch running bridges: rates, tiers, lag, drops and engines, until Ctrl-C.
+    """Watch running bridges until Ctrl-C: rates, space, delays, dropped rows and engines.
 
-    Once, the exit status is 1 if a bridge does not answer.
+    With --once or --json the exit status is 1 if a bridge does not answer.
     """
     from bridge.cli.top import show_json, show_live, show_once
     from bridge.cli.watch import Watch
     from bridge.transport.bridge_sharding import parse_endpoints
 
-    with _one_sentence_errors():
+    with _error_messages():
         watched = parse_endpoints(",".join(endpoints or [DEFAULT_ENDPOINT]))
-    with _one_sentence_errors(), Watch(watched, keys, timeout_s) as watch:
+    with _error_messages(), Watch(watched, keys, timeout_s) as watch:
         if not once and not as_json:
             return show_live(watch)
         all_answer = show_json(watch) if as_json else show_once(watch)
@@ -365,18 +378,18 @@ def make_key_files(
     """
     from bridge.transport.curve_keys import make_keys
 
-    with _one_sentence_errors():
+    with _error_messages():
         for file in make_keys(directory, clients):
             print(file)
 
 
-def _say(as_json: bool, document: dict[str, Any], sentence: str) -> None:
-    print(json.dumps(document, indent=2) if as_json else sentence)
+def _show(as_json: bool, document: dict[str, Any], text: str) -> None:
+    print(json.dumps(document, indent=2) if as_json else text)
 
 
 @contextmanager
 def _progress(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """Give what shows how far something is, on a terminal's stderr only."""
+    """Yield a function that shows progress, on a terminal's stderr only."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -387,7 +400,7 @@ def _progress(doing: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def _one_sentence_errors() -> Iterator[None]:
+def _error_messages() -> Iterator[None]:
     try:
         yield
     except TraceError as error:

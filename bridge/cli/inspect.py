@@ -1,4 +1,4 @@
-"""What a bridge or a store directory holds, as a table or JSON."""
+"""The content of a bridge or a store directory, as a table or JSON."""
 
 from __future__ import annotations
 

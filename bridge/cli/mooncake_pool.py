@@ -21,7 +21,7 @@ _HOST = "127.0.0.1"
 _START_S = 30.0
 _STOP_S = 10.0
 _LOOK_S = 0.2
-# A bridge that dies while it writes leaves values half written; Mooncake's default is 10 minutes.
+# Lifetime of half-written values of a dead bridge; Mooncake's default is 10 minutes.
 _HALF_WRITTEN_S = 20
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -55,7 +55,7 @@ def run_until_stopped(nbytes: int, port: int, parent: int | None) -> None:
 
 
 def _commands(nbytes: int, port: int) -> tuple[list[str], tuple[list[str], int]]:
-    """Return the master's command and the segment's, with the port where that one listens."""
+    """Return (command of the master, command of the segment, port of the segment)."""
     metrics, service = held_port(), held_port()
     quiet = ["--logtostderr", "--minloglevel=2"]
     master = [sys.executable, "-m", "mooncake.cli", f"--rpc_address={_HOST}", f"--rpc_port={port}"]
@@ -70,7 +70,7 @@ def _commands(nbytes: int, port: int) -> tuple[list[str], tuple[list[str], int]]
 
 @contextmanager
 def _running(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process that ends with this one, however it ends."""
+    """Run a process that ends with this one, also after a crash."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
     try:
         yield process

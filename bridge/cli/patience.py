@@ -1,4 +1,4 @@
-"""A person who waits at a terminal is told for what, and for how long."""
+"""A message for a user who waits at a terminal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _SILENT_S = 1.0
 
 @contextmanager
 def waiting_for(what: str, timeout_s: float) -> Iterator[None]:
-    """Say once on stderr what is waited for, if what the context does takes over a second."""
-    sentence = f"waiting up to {timeout_s:g} s for {what} (Ctrl-C ends it)\n"
-    timer = threading.Timer(_SILENT_S, sys.stderr.write, [sentence])
+    """Print once to stderr what the command waits for, if the context takes over a second."""
+    message = f"waiting up to {timeout_s:g} s for {what} (Ctrl-C ends it)\n"
+    timer = threading.Timer(_SILENT_S, sys.stderr.write, [message])
     timer.daemon = True
     timer.start()
     try:

@@ -1,4 +1,4 @@
-"""What a token's record costs, as a table: `python -m bridge cost`, and docs/record-size.md.
+"""The size of a token's record as a table: `python -m bridge cost`, and docs/record-size.md.
 
 All figures are `RecordLayout.breakdown()`; nothing here counts bytes.
 """
@@ -44,7 +44,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What is recorded, in the words of `--trace-sites`, `--trace-layers` and `--trace-bits`."""
+    """A choice of `--trace-sites`, `--trace-layers` and `--trace-bits`."""
 
     sites: tuple[Site, ...]
     layers: str
@@ -77,14 +77,14 @@ class UnreadableConfig(TraceError):
 
 
 def cost_table(models: Mapping[str, ModelShape]) -> str:
-    """Return the bytes a token of every choice for every model, as a Markdown table."""
+    """Return the bytes per token of every choice for every model, as a Markdown table."""
     rows = [_row(name, choice, shape) for name, shape in models.items() for choice in CHOICES]
     lines = (f"| {' | '.join(cells)} |" for cells in (_COLUMNS, ["---"] * len(_COLUMNS), *rows))
     return "\n".join(lines)
 
 
 def read_model(config: Path) -> dict[str, ModelShape]:
-    """Read a model's shape from its config.json, under the name of the folder that it lies in.
+    """Read a model's shape from its config.json, under the name of its folder.
 
     Raises:
         LayoutError: if the model cannot be recorded.

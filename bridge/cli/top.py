@@ -43,7 +43,7 @@ def show_once(watch: Watch) -> bool:
 
 
 def show_json(watch: Watch) -> bool:
-    """Print every daemon's status document, or its endpoint and error; return likewise."""
+    """Print the status document or the error of every daemon; return whether all answered."""
     shown = watch.first_statuses()
     items = [
         json.loads(to_json(found))
@@ -65,7 +65,7 @@ def _all_answered(shown: Shown) -> bool:
 
 
 def _daemons(shown: Shown) -> Table:
-    """One column a daemon: there are few of them, and much to say of each."""
+    """One column per daemon, because daemons are few and values many."""
     table = Table(title="bridges")
     table.add_column("")
     for endpoint in shown:
@@ -110,14 +110,14 @@ _ROWS = (
     "state",
     "RL step / up",
     "trajectories open / finished / aborted",
-    "given up: expired / all",
-    "rows held: forward / K/V / in part",
+    "removed: expired / all",
+    "rows: forward / K/V / incomplete",
     "memory",
     "disk",
     "in",
     "out",
-    "not acknowledged yet",
-    "ack latency: mean lately / 99 % within",
+    "unacknowledged",
+    "ack latency: mean of 10 s / 99 % since start",
     "rows dropped by engines",
     "messages refused",
 )
@@ -149,7 +149,7 @@ def duration(seconds: float) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a stranger's text without what a terminal or rich would obey."""
+    """Return an untrusted text without terminal escapes and rich markup."""
     return escape("".join(char if char.isprintable() else "?" for char in text))
 
 

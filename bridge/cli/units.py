@@ -1,4 +1,4 @@
-"""Byte counts as people write them."""
+"""Byte counts with binary units."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """Return bytes with a binary unit and three digits or so."""
+    """Return bytes with a binary unit and one decimal."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

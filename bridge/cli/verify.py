@@ -17,7 +17,7 @@ from bridge.store.pool_directory import is_pooled
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a store holds and what of it is damaged.
+    """Counts of a store's content and of its damage.
 
     entries, rows, nbytes   what was read: messages, record rows and their bytes
     damaged_rows            rows that fail their checksum, and ``lost_payloads`` messages without
@@ -25,7 +25,7 @@ class Verified:
     damaged_entries         messages that are not readable, whose rows are missing too
     trajectories, indexed_rows   what the index has after it was built of the journal alone
     checkpoint              "whole", "none", or why a start would pass it over
-    pooled                  the records are in a Mooncake pool, and were not looked at
+    pooled                  the records are in a Mooncake pool, and were not read
     """
 
     entries: int
@@ -41,12 +41,12 @@ class Verified:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is damaged; a checkpoint is not missed."""
+        """Whether nothing is damaged; a missing checkpoint does not count."""
         return not (self.damaged_rows or self.lost_payloads or self.damaged_entries)
 
 
 def verify(directory: Path, progress: Progress) -> Verified:
-    """Read everything that a store directory holds, also while a daemon serves it.
+    """Read the whole store of a directory, also while a daemon serves it.
 
     Raises:
         CorruptStore, SchemaMismatch: it is not a store that can be read.

@@ -28,13 +28,13 @@ class Watch:
         self._connections = {endpoint: Connection(endpoint, keys) for endpoint in endpoints}
 
     def statuses(self) -> dict[str, Status | TraceError]:
-        """Return, by endpoint, what each daemon shows, or why it shows nothing."""
+        """Return the status or the error of each daemon, by endpoint."""
         end = time.monotonic() + self._timeout_s
         asked = {name: peer.send(Observe()) for name, peer in self._connections.items()}
         return {name: _status(self._connections[name], seq, end) for name, seq in asked.items()}
 
     def first_statuses(self) -> dict[str, Status | TraceError]:
-        """Look, and say on stderr what is waited for if that takes long."""
+        """Return the statuses, and print a message to stderr if that takes long."""
         with waiting_for(f"the bridge at {', '.join(self._connections)}", self._timeout_s):
             return self.statuses()
 

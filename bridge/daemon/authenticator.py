@@ -1,6 +1,6 @@
-"""Keep strangers out: CURVE on the daemon's socket, and ZAP, by which ZeroMQ asks who may come in.
+"""Reject untrusted peers: CURVE on the daemon's socket, and a ZAP handler for ZeroMQ.
 
-What a stranger sends is not even received: a connection gets through its handshake or is closed.
+The daemon receives nothing from an untrusted peer: ZeroMQ closes a connection without a handshake.
 ZAP is RFC 27 of ZeroMQ.
 """
 

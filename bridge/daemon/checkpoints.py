@@ -1,4 +1,4 @@
-"""When the index is written to its checkpoint: in quiet, after many entries, and at the end."""
+"""Writes a checkpoint of the index when idle, after many entries, and at a clean stop."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from bridge.index import Catalog
 from bridge.index.checkpoint import Checkpoint
 from bridge.store import Position, Store
 
-# A start replays so many entries at most, or this part of those held, about a second's work.
+# A start replays at most this many entries, or this fraction of all: about one second of work.
 _MAX_BEHIND = 32_768
 _MAX_BEHIND_PART = 32
 _WORTH_IT = 1024
-# A checkpoint stops the daemon for a moment: at most this part of its time.
+# A snapshot stops the daemon for a moment: at most 1/20 of its time.
 _TIME_PART = 20
-_COPIES = 4  # of the index there is room for in memory, or no checkpoint is taken
+_COPIES = 4  # of the index must fit into memory, or the daemon takes no checkpoint
 
 
 def most_behind(entries: int) -> int:
-    """Return how many entries a start replays at most, of a journal that had so many."""
+    """Return the maximum number of entries that a start replays of a journal."""
     return max(_MAX_BEHIND, entries // _MAX_BEHIND_PART)
 
 
 class Checkpoints:
-    """Takes the index in the daemon's thread and writes it in another one."""
+    """Takes snapshots of the index in the daemon's thread and writes them in another one."""
 
     def __init__(self, store: Store, catalog: Catalog) -> None:
         self._store = store
@@ -35,7 +35,7 @@ class Checkpoints:
         self._not_before = 0.0
 
     def tick(self, *, quiet: bool) -> None:
-        """Begin to write a checkpoint if one is due; ``quiet``: nobody waits for the daemon."""
+        """Start to write a checkpoint if one is due; ``quiet``: no message waits for the daemon."""
         position = self._store.position()
         if position is None or not self._is_due(position, quiet) or self._is_busy():
             return
@@ -44,7 +44,7 @@ class Checkpoints:
             self._writing = self._writer.submit(self._write, taken)
 
     def finish(self) -> None:
-        """Write what the last checkpoint has not; the daemon has stopped between two messages."""
+        """Write a last checkpoint if the newest one is not current; the daemon has stopped."""
         self.close()
         position = self._store.position()
         if position is not None and position != self._written:
@@ -53,7 +53,7 @@ class Checkpoints:
                 self._write(taken)
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the checkpoint that is being written."""
         self._writer.shutdown()
 
     def _is_due(self, position: Position, quiet: bool) -> bool:
@@ -67,7 +67,7 @@ class Checkpoints:
         return not is_written or time.monotonic() < self._not_before
 
     def _take(self, position: Position) -> Checkpoint | None:
-        """Copy the index, None if memory or the store has no room for the copy."""
+        """Return a snapshot of the index, None if memory or store have no room for it."""
         begun = time.monotonic()
         nbytes, limit = self._catalog.nbytes(), self._store.usage().memory_limit
         if limit and _COPIES * nbytes > limit:

@@ -1,4 +1,4 @@
-"""Whether the store takes records, and if not why and since when."""
+"""State of the store: whether it accepts records, and if not, why and since when."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bridge.errors import StoreFailing, StoreFull
 
 
 class StoreState(StrEnum):
-    """``full`` wants room, ``failing`` a disk that can be written to; both are tried again."""
+    """``full`` needs space, ``failing`` a writable disk; the daemon tries again in both states."""
 
     OK = "ok"
     FULL = "full"
@@ -20,7 +20,7 @@ class StoreState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StoreHealth:
-    """What the last write came to; ``reason`` is a sentence, ``since`` monotonic seconds."""
+    """Result of the last write; ``reason`` is an error message, ``since`` in monotonic seconds."""
 
     state: StoreState = StoreState.OK
     reason: str = ""
@@ -28,10 +28,10 @@ class StoreHealth:
 
     @classmethod
     def of(cls, error: StoreFull) -> Self:
-        """Return the state that a refusal tells of."""
+        """Return the state that an error stands for."""
         failing = isinstance(error, StoreFailing)
         return cls(StoreState.FAILING if failing else StoreState.FULL, str(error))
 
     def lasting(self, before: StoreHealth) -> StoreHealth:
-        """Return this state, since then if it was the state before too."""
+        """Return this state; it keeps the start time of an equal state before it."""
         return replace(self, since=before.since) if before.state is self.state else self

@@ -1,9 +1,9 @@
-"""Rows that arrive again: the same bytes are a duplicate, other bytes are refused.
+"""Rows that arrive again: equal bytes are a duplicate, the daemon refuses other bytes.
 
-An engine numbers the tokens that it computes, so a row number means one computation. Rows mostly
-arrive in ascending order, and of a row beyond all that a rank has sent there is nothing to look up.
+An engine numbers the tokens that it computes, so a row number names one computation. Most rows
+arrive in ascending order. A row above all rows of its rank needs no lookup.
 
-Shapes: N = rows of a message, M = those of them that are held.
+Shapes: N = rows of a message, M = those that the store has.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Sender = tuple[str, int, str]
 
 
 class HeldRows:
-    """Compares rows that arrive with those that the store holds."""
+    """Compares arriving rows with stored rows."""
 
     def __init__(self, catalog: Catalog, gather: Gather) -> None:
         self._catalog = catalog
         self._gather = gather
 
     def hold(self, message: Rows) -> bool:
-        """Whether all rows of a message are held already.
+        """Whether the store has all rows of a message.
 
         Raises:
-            RowTaken: one of them is held with other bytes or as computed with other weights.
-            StoreFull: what is held cannot be read now.
+            RowTaken: the store has one of them with other bytes or of other weights.
+            StoreFull: stored rows are not readable now.
         """
         block = message.header
         engine = self._catalog.engines[block.engine_id]
@@ -55,7 +55,7 @@ class HeldRows:
     def _are_equal(
         self, message: Rows, at_M: NDArray[np.intp], locations_M: NDArray[np.void]
     ) -> bool:
-        """Whether all of the held rows can be read; raise RowTaken if one has other bytes."""
+        """Whether all stored rows are readable; raise RowTaken if one has other bytes."""
         readable = 0
         row_bytes = message.header.row_bytes
         whole = [slice(0, row_bytes)]
@@ -68,33 +68,33 @@ class HeldRows:
 
 
 class Arriving:
-    """The rows of one loop turn, which the catalog does not know yet."""
+    """The rows of one loop iteration, which the catalog does not have yet."""
 
     def __init__(self) -> None:
         self._rows: dict[Sender, list[NDArray[np.int64]]] = {}
         self._highest: dict[Sender, int] = {}
 
     def overlaps(self, block: RowsHeader) -> bool:
-        """Whether a row of a block is among those that have arrived."""
+        """Whether a row of the block has arrived in this iteration."""
         sender = _sender(block)
         if block.extent.lowest > self._highest.get(sender, -1):
             return False
         return any(bool(np.isin(block.rows, rows).any()) for rows in self._rows[sender])
 
     def add(self, block: RowsHeader) -> None:
-        """Note the rows of a block."""
+        """Add the rows of a block."""
         sender = _sender(block)
         self._rows.setdefault(sender, []).append(block.rows)
         self._highest[sender] = max(self._highest.get(sender, -1), block.extent.highest)
 
     def clear(self) -> None:
-        """Forget all: the catalog knows them now."""
+        """Remove all rows, because the catalog has them now."""
         self._rows.clear()
         self._highest.clear()
 
 
 def require_distinct(block: RowsHeader) -> None:
-    """Raise RowTaken if a row number stands twice in a message."""
+    """Raise RowTaken if a message has a row number twice."""
     if block.extent.is_run:
         return
     ordered_N = np.sort(block.rows)

@@ -35,7 +35,7 @@ from bridge.wire.refusal import refusal
 log = logging.getLogger(__name__)
 
 Ingested = Hello | Rows | Trajectory | WeightDigests | Dropped | Step
-# What a message may add to the index before the memory limit is looked at again.
+# Growth of the index in bytes up to which a message needs no check of the memory limit.
 _MUCH_INDEX = 512 << 10
 _STEPS_REMEMBERED = 1024
 _REFUSALS = {StoreFull: Event.STORE_FULL, StoreFailing: Event.STORE_FAILING}
@@ -44,7 +44,7 @@ Answer = Callable[[bytes, Message, int], None]
 
 @dataclass(slots=True)
 class Pending:
-    """A checked message that waits for the store."""
+    """A checked message that the store does not have yet."""
 
     peer: bytes
     seq: int
@@ -54,10 +54,10 @@ class Pending:
 
 
 class Ingest:
-    """One loop turn's messages go to the store together, so they share one disk sync.
+    """Stores the messages of one loop iteration together, so they share one disk sync.
 
-    ``answer(peer, message, seq)`` sends Ack only after the store holds the message, one for all of
-    a peer's messages of the turn.
+    It sends an Ack with ``answer(peer, message, seq)`` only after the store has the messages, one
+    Ack per peer and loop iteration.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Ingest:
         engine_id, shard = ("", 0) if isinstance(record, Step) else (record.engine_id, record.shard)
         key = (engine_id, shard, seq)
         if key in self._pending_keys:
-            self.commit()  # so that it is known whether the store took the first copy
+            self.commit()  # to know whether the store took the first copy
         self._catalog.check(record)
         are_held = isinstance(message, Rows) and self._are_held(message)
         now = time.monotonic()
@@ -106,17 +106,17 @@ class Ingest:
         if isinstance(record, RowsHeader):
             self._arriving.add(record)
         if alone:
-            self.commit()  # what follows is checked against it
+            self.commit()  # the checks of the next messages need it
 
     def _are_held(self, message: Rows) -> bool:
-        """Whether all rows are held as they are; raise RowTaken if one is held otherwise."""
+        """Whether the store has all rows; raise RowTaken if it has one with other bytes."""
         require_distinct(message.header)
         if self._arriving.overlaps(message.header):
-            self.commit()  # so that they can be compared
+            self.commit()  # to compare them
         return self._held_rows.hold(message)
 
     def _came_before(self, peer: bytes, record: IngestedRecord, seq: int) -> bool:
-        """Whether a step is a copy of an older message, and not a trainer that goes back to it."""
+        """Whether a Step is a copy of an older message; if not, the trainer goes back to it."""
         return isinstance(record, Step) and (peer, seq, record.step) in self._steps_reported
 
     def _remember(self, peer: bytes, record: Step, seq: int) -> None:
@@ -125,7 +125,7 @@ class Ingest:
             self._steps_reported.popitem(last=False)
 
     def waiting(self, now: float) -> Waiting:
-        """Return what is not acknowledged at monotonic time ``now``; any thread may ask."""
+        """Return the unacknowledged rows at monotonic time ``now``; any thread may call it."""
         waiting = self._pending or self._storing
         blocks = [pending.record for pending in waiting if isinstance(pending.record, RowsHeader)]
         return Waiting(
@@ -135,7 +135,7 @@ class Ingest:
         )
 
     def commit(self) -> None:
-        """Store, index and acknowledge what is pending; refuse what the store has no room for."""
+        """Store, index and acknowledge pending messages; refuse those that do not fit."""
         batch = self._storing = self._pending
         self._pending, self._pending_keys = [], set()
         self._arriving.clear()
@@ -147,7 +147,7 @@ class Ingest:
                 for pending in batch:
                     self._hold_or_refuse(pending)
             self.health = self.health.lasting(before)
-            self._tell_of_room(batch)
+            self._announce_room(batch)
         for peer, seqs in self._held.items():
             self._answer(peer, Ack(tuple(seqs)), seqs[0])
         self._held.clear()
@@ -159,7 +159,7 @@ class Ingest:
         if limit and held + growth > limit:
             error = StoreFull(
                 f"the index of the bridge's records takes {held} bytes and this message would add "
-                f"{growth}, more than its memory limit of {limit}; number rows and positions "
+                f"{growth}, more than the memory limit of {limit}; number rows and positions "
                 "without large gaps, collect old steps (python -m bridge gc) or raise "
                 "--memory-limit"
             )
@@ -168,7 +168,7 @@ class Ingest:
         self._store.reserve(held + growth)
 
     def _hold_or_refuse(self, pending: Pending) -> None:
-        """A batch that does not fit may hold messages that do."""
+        """Store one message of a batch that did not fit, or refuse it."""
         try:
             self._hold([pending])
         except StoreFull as error:
@@ -180,8 +180,8 @@ class Ingest:
             self._store.reserve(self._catalog.nbytes())
             self._answer(pending.peer, refusal(error), pending.seq)
 
-    def _tell_of_room(self, batch: list[Pending]) -> None:
-        """Tell the end of a full store; that it took reserved entries says nothing of its room."""
+    def _announce_room(self, batch: list[Pending]) -> None:
+        """Log that a full store has space again; a batch of reserved entries does not prove it."""
         is_well = self.health.state is StoreState.OK
         if self._announced_full and is_well and not all(item.entry.reserved for item in batch):
             log.info("the store takes records again", extra=event(Event.STORE_HAS_ROOM))

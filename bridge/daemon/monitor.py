@@ -1,4 +1,4 @@
-"""Builds the status document in the daemon's thread, once a second and when asked."""
+"""Builds the status document in the daemon's thread, once per second and on request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAMPLES = 120
 
 
 class Monitor:
-    """Keeps the newest document, whole and never changed, for other threads to read."""
+    """Keeps the newest document, which is immutable, for other threads."""
 
     def __init__(
         self,
@@ -38,20 +38,20 @@ class Monitor:
         self._renew()
 
     def tick(self) -> None:
-        """Renew the document if it is a second old."""
+        """Renew the document if it is one second old."""
         now = time.monotonic()
         if now - self._ticked_at >= _PERIOD_S:
             self._ticked_at = now
             self._renew()
 
     def newest(self) -> Status:
-        """Return the newest document with what waits now; any thread may ask, at any time."""
+        """Return the newest document with the rows that wait now; any thread may call it."""
         newest, taken_at = self._newest
         now = time.monotonic()
         return replace(newest, waiting=self._ingest.waiting(now), age_s=now - taken_at)
 
     def take(self) -> Status:
-        """Return the document of this moment."""
+        """Return a document of the current state."""
         counters, held, now = self._counters, self._queries.stats(), time.monotonic()
         health = self._ingest.health
         engines = tuple(self._engine(engine, now) for engine in self._catalog.engine_list)

@@ -1,4 +1,4 @@
-"""Answers about what the daemon holds."""
+"""Answers to requests for lists, digests and counters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIST_PAGE = 1000
 
 
 class AdminQueries:
-    """Lists trajectories and digests, and counts."""
+    """Answers List, Digests and Stats messages."""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class AdminQueries:
         self._authenticator = authenticator
 
     def list(self, asked: List) -> ListReply:
-        """Return one page of summaries in the order in which trajectories were first told of."""
+        """Return one page of summaries, in the order in which the trajectories began."""
         names = [name for name in self._catalog.trajectories if name.startswith(asked.prefix)]
         stop = asked.after + _LIST_PAGE
         page = tuple(summarize(self._catalog, name) for name in names[asked.after : stop])
         return ListReply(page, stop if stop < len(names) else None)
 
     def digests(self, asked: Digests) -> DigestsReply:
-        """Return the digests of a weight version, by engine."""
+        """Return the digests of a weight version by engine."""
         return DigestsReply(self._catalog.digests.get(asked.weight_version))
 
     def stats(self) -> StatsReply:

@@ -1,4 +1,4 @@
-"""Give up records by policy: at every RL step, when asked, and what never finishes by time."""
+"""Evict records by policy: at every RL step and on request; expire unfinished trajectories."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 
 _MAX_PINS = 1 << 16
 _MIN_PIN_BYTES = 64 << 10
-# Entries that say nothing any more go together, because a deletion costs two disk syncs.
+# The daemon deletes superseded entries together, because a deletion costs two disk syncs.
 _SUPERSEDED = 64
 _EXPIRY_PERIOD_S = 1.0
 
 
 class Retention:
-    """Collects by the daemon's own policy and by those that are sent to it."""
+    """Evicts by the daemon's own policy and by the policies of Gc messages."""
 
     def __init__(self, store: Store, catalog: Catalog, policy: Policy) -> None:
         self._store = store
@@ -38,15 +38,15 @@ class Retention:
         self._ticked_at = time.monotonic()
         self._step = catalog.step
         self._versions = 0
-        self._most_steps = _SUPERSEDED
+        self._max_steps = _SUPERSEDED
         self.collected = 0
         self._delete(self._take_superseded())
 
     def pin(self, asked: Pin) -> None:
-        """Hold trajectories for a while, or let them go; a lease outlives no reader for long.
+        """Pin trajectories for the time of a lease, or unpin them if the lease is 0.
 
         Raises:
-            StoreFull: there is no room for so many pins.
+            StoreFull: the store has no space for more pins.
         """
         pins, now = self._catalog.pins, time.monotonic()
         expired = pins.expire(now)
@@ -66,11 +66,11 @@ class Retention:
             self._catalog.apply(pin, 0, number)
 
     def tick(self) -> None:
-        """Collect by the daemon's policy if a step, a weight version or time asks for it."""
+        """Evict by the daemon's policy after a new step, a new weight version or some time."""
         now = time.monotonic()
-        if len(self._catalog.steps) > self._most_steps:
+        if len(self._catalog.steps) > self._max_steps:
             self._catalog.supersede_steps()
-            self._most_steps = max(_SUPERSEDED, 2 * len(self._catalog.steps))
+            self._max_steps = max(_SUPERSEDED, 2 * len(self._catalog.steps))
         if len(self._catalog.superseded) >= _SUPERSEDED:
             self._delete(self._take_superseded())
         moved = (self._catalog.step, len(self._catalog.weight_versions))
@@ -82,7 +82,7 @@ class Retention:
             self.collect(replace(self._policy, keep=None, max_version_diff=None))
 
     def collect(self, policy: Policy) -> GcReply:
-        """Give up what the policy names, first in the store and then in the index."""
+        """Evict what the policy names, first from the index and then from the store."""
         if policy == Policy():
             return GcReply(0, 0, 0)
         catalog = self._catalog
@@ -98,7 +98,7 @@ class Retention:
         done = GcReply(len(found.trajectories), rows, len(numbers))
         if numbers:
             log.info(
-                "gave up %d trajectories and %d rows",
+                "evicted %d trajectories and %d rows",
                 done.trajectories,
                 done.rows,
                 extra=event(Event.RECORDS_COLLECTED, step=catalog.step, **asdict(done)),
@@ -106,14 +106,14 @@ class Retention:
         return done
 
     def _require_room_for_pins(self, names: Iterable[str]) -> None:
-        """Raise StoreFull if these would be too many: they use what a full store keeps back."""
+        """Raise StoreFull if there are too many pins, because they use reserved space."""
         pins, usage = self._catalog.pins, self._store.usage()
         new = [name for name in set(names) if name not in pins]
         limit = min(limit for limit in (usage.memory_limit, usage.disk_limit, 1 << 40) if limit)
         most = max(limit // 64, _MIN_PIN_BYTES)
         if len(pins) + len(new) > _MAX_PINS:
             raise StoreFull(
-                f"{_MAX_PINS} trajectories can be pinned at a time and these would be more; "
+                f"{_MAX_PINS} trajectories can be pinned at a time, and these would be more; "
                 "unpin some, or wait for their leases to end"
             )
         if pins.nbytes + sum(map(cost, new)) > most:
@@ -127,14 +127,14 @@ class Retention:
         return superseded
 
     def _delete(self, numbers: list[int]) -> None:
-        """Give up entries of the store that the index has forgotten."""
+        """Delete store entries that the index no longer has."""
         if not numbers:
             return
         try:
             self._store.delete(numbers)
         except StoreFull as error:
             log.warning(
-                "collected entries stay on disk until the next deletion: %s",
+                "evicted entries stay on disk until the next deletion: %s",
                 error,
                 extra=event(Event.DELETION_DEFERRED, entries=len(numbers)),
             )

@@ -1,4 +1,4 @@
-"""Run a daemon as this process: pick the store, listen, stop cleanly."""
+"""Run a daemon in this process: open the store, listen, stop cleanly."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where records live and how much of them.
+    """Where the daemon stores records, and size limits.
 
-    directory   keeps records across crashes; None: memory, then scratch space under ``spill``
+    directory   stores records across crashes; None: memory, then scratch space under ``spill``
     memory      bytes, as ``disk``
-    spill       None is the system's place for temporary files that may be large
+    spill       None: the system's directory for large temporary files
     mooncake    HOST:PORT of the master of a pool for record bytes; the rest stays in ``directory``
     """
 
@@ -45,9 +45,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may reach the bridge: the clients of a key file, or with ``insecure`` anybody.
+    """Allowed clients: those of a key file, or with ``insecure`` everybody.
 
-    Neither: processes of this machine.
+    Without both only processes of this machine.
     """
 
     keys: Path | None
@@ -93,7 +93,7 @@ def serve_until_stopped(
 
 
 def _take_all_files() -> None:
-    """Let as many files be open as this user may have: every client is one."""
+    """Raise the limit of open files to the maximum, because every client needs one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -101,7 +101,7 @@ def _take_all_files() -> None:
 
 @contextmanager
 def _status_page(address: str | None, status: Callable[[], Status]) -> Iterator[str | None]:
-    """Serve the status over HTTP meanwhile, if there is an address; give the page's URL."""
+    """Serve the status over HTTP inside the context; yield the URL, None without an address."""
     if address is None:
         yield None
         return
@@ -115,7 +115,7 @@ def _status_page(address: str | None, status: Callable[[], Status]) -> Iterator[
 
 
 class StopSignal:
-    """True once a signal asked to stop or the parent process is gone."""
+    """Becomes true after a stop signal or after the parent process has ended."""
 
     def __init__(self, parent: int | None) -> None:
         self._parent = parent
@@ -124,7 +124,7 @@ class StopSignal:
             signal.signal(number, self._ask)
 
     def __call__(self) -> bool:
-        """Return whether to stop."""
+        """Whether the daemon has to stop."""
         return self._asked or (self._parent is not None and os.getppid() != self._parent)
 
     def _ask(self, *_: object) -> None:

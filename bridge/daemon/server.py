@@ -1,4 +1,4 @@
-"""The loop: receive what has arrived, ingest it as one batch, answer."""
+"""The daemon's loop: receive messages, ingest them as one batch, answer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from bridge.daemon.checkpoints import Checkpoints
 from bridge.daemon.counters import Counters
 from bridge.daemon.fetch.answer import Fetching
 from bridge.daemon.fetch.gather import Gather
-from bridge.daemon.fetch.landing import Landing
+from bridge.daemon.fetch.shm_writer import ShmWriter
 from bridge.daemon.ingest import Ingest, Ingested
 from bridge.daemon.memory.budget import Budget
 from bridge.daemon.memory.mapped import MappedFiles
 from bridge.daemon.memory.outbox import Outbox
-from bridge.daemon.memory.shared_memory import Regions
-from bridge.daemon.memory.waiting import WaitingQuestions
+from bridge.daemon.memory.shared_memory import ShmSegments
+from bridge.daemon.memory.waiting import WaitingRequests
 from bridge.daemon.monitor import Monitor
 from bridge.daemon.queries import AdminQueries
 from bridge.daemon.retention import Retention
@@ -57,23 +57,23 @@ log = logging.getLogger(__name__)
 
 _POLL_MS = 200
 _WAITING_POLL_MS = 2
-# Questions whose answers wait for a client to read those before.
+# Requests with large answers: they wait until the client has read the earlier answers.
 LARGELY_ANSWERED = (Fetch, List, Digests, Stats, Observe)
 _BATCH_MESSAGES = 256
-# Waiting questions that are answered before what has arrived meanwhile is looked at.
+# Waiting requests that the daemon answers before it receives new messages.
 _BATCH_ANSWERS = 16
-# A peer that takes nothing for so long is disconnected; it comes back by itself when it reads.
+# TCP closes a connection whose peer reads nothing for so long; the peer reconnects by itself.
 _TIMEOUT_MS = 60_000
 
 
 class Daemon:
-    """Serves one store at one endpoint until told to stop.
+    """Serves one store at one endpoint.
 
-    With ``keys`` only their clients come in; without, it listens on loopback alone unless
-    ``insecure``.
+    With ``keys`` it accepts only their clients. Without keys it listens on loopback only, unless
+    ``insecure`` is set.
 
     Raises:
-        InvalidEndpoint, EndpointInUse: it cannot listen there.
+        InvalidEndpoint, EndpointInUse: the daemon cannot listen at the endpoint.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Daemon:
                 None if keys is None else Authenticator(self._context, self._socket, keys)
             )
             budget = Budget.of(store.usage().memory_limit)
-            self._batch_bytes = budget.turn
+            self._batch_bytes = budget.batch
             _listen(self._socket, at, budget.queued_messages)
             catalog, damaged_entries = recover(store)
         except BaseException:
@@ -109,11 +109,11 @@ class Daemon:
             self._poller.register(awaited, zmq.POLLIN)
         gather = Gather(store)
         self._outbox = Outbox(self._socket, budget)
-        self._waiting = WaitingQuestions(budget)
+        self._waiting = WaitingRequests(budget)
         self._counters = Counters()
         self._ingest = Ingest(store, catalog, self._counters, gather, self._outbox.reply)
         self._fetching = Fetching(catalog, gather)
-        self._regions = Regions(budget.lent)
+        self._segments = ShmSegments(budget.shm)
         self._mapped = MappedFiles(budget.mapped)
         self._retention = Retention(store, catalog, policy or Policy())
         self._queries = AdminQueries(
@@ -131,7 +131,7 @@ class Daemon:
         self.monitor = Monitor(self.endpoint, self._queries, catalog, self._ingest, self._counters)
 
     def run(self, stop_asked: Callable[[], bool]) -> None:
-        """Serve until ``stop_asked()``, looked at a few times a second."""
+        """Serve until ``stop_asked()`` is true; the loop calls it several times per second."""
         while not stop_asked():
             has_news = self._poller.poll(_WAITING_POLL_MS if self._waiting else _POLL_MS)
             if has_news:
@@ -139,13 +139,13 @@ class Daemon:
             self._answer_waiting()
             self.monitor.tick()
             self._retention.tick()
-            self._regions.tick()
-            self._mapped.tick(self._regions.nbytes)
+            self._segments.tick()
+            self._mapped.tick(self._segments.nbytes)
             self._checkpoints.tick(quiet=not has_news)
         self._checkpoints.finish()
 
     def run_once(self) -> None:
-        """Handle what has arrived, up to a bound, and commit it."""
+        """Handle received messages, up to a limit, and commit them."""
         if self._authenticator is not None:
             self._authenticator.run_once()
         nbytes = 0
@@ -161,7 +161,7 @@ class Daemon:
         self._ingest.commit()
 
     def close(self) -> None:
-        """Stop listening; what peers have not been told is held, they will send again."""
+        """Stop listening; engines send messages without an Ack again."""
         self._checkpoints.close()
         self._context.destroy(linger=1000)
 
@@ -169,10 +169,10 @@ class Daemon:
         seq = NO_SEQ
         try:
             envelope = unseal(frames)
-            seq = envelope.seq  # of what is intact and refused all the same
+            seq = envelope.seq  # known even if the daemon refuses the message
             message = parsed(envelope)
             if isinstance(message, RowsInShm):
-                message = self._regions.rows(peer, message)
+                message = self._segments.rows(peer, message)
             if isinstance(message, Ingested):
                 self._ingest.take(peer, message, seq)
             elif not isinstance(message, LARGELY_ANSWERED):
@@ -195,16 +195,16 @@ class Daemon:
     def _refuse(self, peer: bytes, error: TraceError, seq: int) -> None:
         self._counters.refuse(error)
         refused = event(Event.MESSAGE_REFUSED, code=type(error).__name__)
-        log.warning("a message is refused: %s", error, extra=refused)
+        log.warning("the daemon refuses a message: %s", error, extra=refused)
         self._outbox.reply(peer, refusal(error), seq)
 
     def _forget(self, peer: bytes) -> None:
-        """Let go of a client that is gone."""
+        """Free the state of a client that has disconnected."""
         self._waiting.forget(peer)
-        self._regions.forget(peer)
+        self._segments.forget(peer)
 
     def _answer_waiting(self) -> None:
-        """Answer the clients that have read enough of what they asked for before, one by one."""
+        """Answer waiting requests of clients that have read enough, one per client in turn."""
         answered, before = 0, -1
         while before < answered < _BATCH_ANSWERS:
             before = answered
@@ -221,9 +221,9 @@ class Daemon:
         if not isinstance(message, Fetch):
             yield self._reply(message)
             return
-        memory = self._regions.landing(peer, message.buffer, seq)
-        landing = None if memory is None else Landing(memory)
-        for reply in self._fetching.answer(message, landing, self._room(peer)):
+        memory = self._segments.target(peer, message.buffer, seq)
+        writer = None if memory is None else ShmWriter(memory)
+        for reply in self._fetching.answer(message, writer, self._room(peer)):
             if isinstance(reply, PageRows | ShmPageRows):
                 self._counters.send(reply)
             yield reply
@@ -244,7 +244,7 @@ class Daemon:
                 self._retention.pin(message)
                 return Pong()
             case Gc():
-                self._ingest.commit()  # what was told before this question is collected too
+                self._ingest.commit()  # so that it covers all messages before this request
                 return self._retention.collect(message.policy)
         raise CorruptMessage(f"a {message.KIND} message is not for a daemon; send it to a client")
 
@@ -252,7 +252,7 @@ class Daemon:
 def _listen(socket: zmq.Socket[bytes], endpoint: str, queued_messages: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.RCVHWM, queued_messages)
-    socket.setsockopt(zmq.SNDHWM, 0)  # `Outbox` bounds it, in bytes, and throws nothing away
+    socket.setsockopt(zmq.SNDHWM, 0)  # `Outbox` limits the bytes, and drops nothing
     socket.setsockopt(zmq.TCP_MAXRT, _TIMEOUT_MS)
     bound_buffers(socket, endpoint)
     if "[" in endpoint:

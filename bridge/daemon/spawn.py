@@ -1,4 +1,4 @@
-"""A bridge daemon that belongs to the process that starts it."""
+"""Start a bridge daemon as a child of this process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ STATUS_PAGE = "status page "
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedBridge:
-    """A running daemon; it also stops by itself when this process ends, however it ends.
+    """A running daemon; it stops when this process ends, also after a crash.
 
-    ``status_page`` is the URL of its status page, None without one.
+    ``status_page`` is the URL of the status page, None without one.
     """
 
     endpoint: str
@@ -29,7 +29,7 @@ class EmbeddedBridge:
     status_page: str | None = None
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Stop the daemon; what it acknowledged stays in its directory."""
+        """Stop the daemon; acknowledged records stay in its directory."""
         self.process.terminate()
         try:
             self.process.wait(timeout_s)
@@ -62,16 +62,16 @@ def start(
         disk_limit: size such as "64GiB"; None is the default of ``python -m bridge serve``.
         memory_limit: likewise, for records in memory and the index of all records.
         mooncake: HOST:PORT of a Mooncake master, to keep record bytes in its pool.
-        spill: where the scratch space is made; None is the system's place for temporary files.
+        spill: directory of the scratch space; None is the system's directory for temporary files.
         keep: RL steps kept (see TraceClient.begin_step); None keeps all.
         max_version_diff: weight versions behind the newest that are kept; None keeps all.
-        expire_s: seconds without news after which an unfinished trajectory is given up.
+        expire_s: seconds without messages after which an unfinished trajectory expires.
         http: 127.0.0.1:PORT of a status page and metrics; port 0 takes a free one.
-        endpoint: where to listen instead.
-        ready_timeout_s: how long to wait for it.
+        endpoint: the endpoint to listen at.
+        ready_timeout_s: maximum time until the daemon listens.
 
     Raises:
-        BridgeUnreachable: it ended or did not listen in time; its reason is on stderr.
+        BridgeUnreachable: the daemon ended or did not listen in time; stderr has the reason.
     """
     options = {
         "--dir": directory,
@@ -105,7 +105,7 @@ def start(
 
 
 def _first_lines(stream: IO[bytes], count: int, timeout_s: float) -> list[str]:
-    """Return the first lines, or what there is of them at the end of the stream or of the time."""
+    """Return the first lines; fewer if the stream or the time ends before."""
     end = time.monotonic() + timeout_s
     received = b""
     with selectors.DefaultSelector() as selector:

@@ -1,4 +1,4 @@
-"""Durations counted in fixed buckets."""
+"""Histogram of durations with fixed buckets."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Histogram:
     sum_s: float
 
     def quantile(self, share: float) -> float | None:
-        """Return the bucket bound that ``share`` of the durations do not exceed.
+        """Return the upper bound of the bucket at quantile ``share``.
 
-        None if there are no durations yet; infinity if the bound lies beyond the last bucket.
+        None without durations; infinity if the quantile is in the last bucket.
         """
         due = share * sum(self.counts)
         if not due:
@@ -33,7 +33,7 @@ class Histogram:
 
 
 class Durations:
-    """Counts durations as they come."""
+    """Counts durations."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -47,5 +47,5 @@ class Durations:
         self._counts[bisect_left(BOUNDS_S, duration_s)] += 1
 
     def histogram(self) -> Histogram:
-        """Return what is counted so far."""
+        """Return the current counts."""
         return Histogram(BOUNDS_S, tuple(self._counts), self.sum_s)

@@ -1,4 +1,4 @@
-"""Serve the status over HTTP from a thread of its own: page, JSON and Prometheus metrics."""
+"""Serve the status page, JSON and Prometheus metrics over HTTP in a separate thread."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from bridge.observe.status import Status, to_json
 log = logging.getLogger(__name__)
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[^:/\[\]]+):(?P<port>\d{1,5})")
-# A connection on which no request was answered for so long is closed, and the one that has waited
-# for longest when there are more.
+# The server closes a connection without an answer for so long; if there are too many connections,
+# it closes the one that has waited longest.
 _TIMEOUT_S = 30.0
 _MAX_CONNECTIONS = 32
 _HEADERS = {
@@ -41,7 +41,7 @@ _HEADERS = {
 
 
 class InvalidHttpAddress(TraceError):
-    """The status page cannot be served there."""
+    """The server cannot listen at this address."""
 
 
 def checked_address(address: str) -> tuple[str, int]:
@@ -61,7 +61,7 @@ def checked_address(address: str) -> tuple[str, int]:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a host, IPv6 in brackets, is one that only this machine reaches."""
+    """Whether only this machine can reach a host (IPv6 in brackets)."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -74,7 +74,7 @@ class StatusServer:
     ``status`` is called in the server's threads.
 
     Raises:
-        InvalidHttpAddress: it cannot listen there.
+        InvalidHttpAddress: the server cannot listen at the address.
     """
 
     def __init__(self, address: str, status: Callable[[], Status]) -> None:
@@ -92,7 +92,7 @@ class StatusServer:
 
 
 class _Server(ThreadingHTTPServer):
-    """A thread a connection, of which there are few: they take files that engines need too."""
+    """One thread per connection; connections are few, because engines need open files, too."""
 
     daemon_threads = True
     block_on_close = False
@@ -125,19 +125,19 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Close the connections that are too slow, a few times a second."""
+        """Close connections that are too slow; the base class calls it several times per second."""
         self.connections.end_older_than(time.monotonic() - _TIMEOUT_S)
 
     def handle_error(
         self, request: socket.socket | tuple[bytes, socket.socket], client_address: object
     ) -> None:
-        """Note why a connection ended; whoever asked is gone or will ask again."""
+        """Log why a connection ended; the client has left or will send the request again."""
         why = sys.exception()
         log.debug("a connection to the status page ended: %s: %s", type(why).__name__, why)
 
 
 class Connections:
-    """Open connections, the one without an answer for longest first; any thread may use it."""
+    """Open connections in the order of their last answer; any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -147,39 +147,39 @@ class Connections:
         return len(self._since)
 
     def add(self, connection: socket.socket) -> None:
-        """Note a new connection, and end the oldest if they are too many."""
+        """Add a connection; close the oldest one if there are too many."""
         with self._lock:
             self._since[connection] = time.monotonic()
             while len(self._since) > _MAX_CONNECTIONS:
                 _end(self._since.popitem(last=False)[0])
 
     def answered(self, connection: socket.socket) -> None:
-        """Note that a request was answered."""
+        """Record that a request on the connection was answered."""
         with self._lock:
             if self._since.pop(connection, None) is not None:
                 self._since[connection] = time.monotonic()
 
     def remove(self, connection: socket.socket) -> None:
-        """Forget a connection that is closed."""
+        """Remove a closed connection."""
         with self._lock:
             self._since.pop(connection, None)
 
     def end_older_than(self, moment: float) -> None:
-        """End the connections on which nothing was answered since."""
+        """Close the connections without an answer since ``moment``."""
         with self._lock:
             while self._since and next(iter(self._since.values())) < moment:
                 _end(self._since.popitem(last=False)[0])
 
 
 def _end(connection: socket.socket) -> None:
-    """Have the connection's thread find it ended; it closes it then."""
+    """Shut the connection down; its thread then closes it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    path = ""  # of a request that has none
+    path = ""  # if the request has none
     protocol_version = "HTTP/1.1"
     server_version = "sglang-trace"
     sys_version = ""
@@ -187,7 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer one of the three paths."""
-        if not self._asked_by_a_loopback_name():
+        if not self._has_loopback_host():
             self._answer(403, "text/plain", b"ask for 127.0.0.1 or localhost\n")
         elif self.path == "/":
             self._answer(200, "text/html; charset=utf-8", self.server.page)
@@ -201,8 +201,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def _asked_by_a_loopback_name(self) -> bool:
-        """Refuse names that a website has pointed here: its scripts could read the answer."""
+    def _has_loopback_host(self) -> bool:
+        """Whether the Host header is a loopback name; otherwise a website could read the answer."""
         return _is_loopback(re.sub(r":\d+$", "", self.headers.get("Host", "")))
 
     def _answer(self, code: int, content_type: str, body: bytes) -> None:
@@ -217,11 +217,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.connections.answered(self.connection)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse a request in a sentence that repeats nothing of it."""
+        """Answer an error without any text of the request."""
         self.close_connection = True
-        self.request_version = self.protocol_version  # or a request line without one gets no status
+        self.request_version = (
+            self.protocol_version
+        )  # a request line without a version would get no status
         self._answer(code, "text/plain", f"{HTTPStatus(code).phrase}\n".encode())
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as in the base
-        """Log requests like everything else."""
+        """Log requests with the daemon's logger."""
         log.debug(format, *args, extra=event(Event.HTTP_REQUEST, path=self.path))

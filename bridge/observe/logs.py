@@ -1,4 +1,4 @@
-"""Logs for people or for machines: text, or one JSON object a line with a stable event name."""
+"""Logging as text, or as one JSON object per line with a stable event name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bridge.plain import plain
 
 
 class LogLevel(StrEnum):
-    """How much to log."""
+    """Minimum level of logged messages."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -22,14 +22,14 @@ class LogLevel(StrEnum):
 
 
 class LogFormat(StrEnum):
-    """How a line looks."""
+    """Format of a log line."""
 
     TEXT = "text"
     JSON = "json"
 
 
 class Event(StrEnum):
-    """What happened. Names and their fields stay; sentences may change."""
+    """Event names. Names and fields are stable; messages may change."""
 
     DAEMON_READY = "daemon_ready"
     DAEMON_STOPPED = "daemon_stopped"
@@ -49,25 +49,25 @@ class Event(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Logging:
-    """What to log to stderr, and how."""
+    """Level and format of the log on stderr."""
 
     level: LogLevel = LogLevel.WARNING
     format: LogFormat = LogFormat.TEXT
 
     def start(self) -> None:
-        """Set up this process's logging."""
+        """Configure logging of this process."""
         handler = logging.StreamHandler()
         handler.setFormatter(JsonLines() if self.format is LogFormat.JSON else _text())
         logging.basicConfig(level=self.level.value.upper(), handlers=[handler])
 
 
 def event(name: Event, **fields: str | int | float | None) -> dict[str, Any]:
-    """Return the ``extra`` of a log call: which event it tells and what is known of it."""
+    """Return the ``extra`` argument of a log call: an event and its fields."""
     return {"event": name.value, "fields": fields}
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: time, level, event, logger, message, then the event's own fields."""
+    """One object per line: time, level, event, logger, message, then the event's fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""
@@ -85,7 +85,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """One line a record, whatever names of strangers are in it; a traceback follows on its own."""
+    """One line per record, even if untrusted names contain line ends; a traceback follows."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""

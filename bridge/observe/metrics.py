@@ -47,7 +47,7 @@ class _StatusCollector(Collector):
         )
         yield _gauge(
             "status_age_seconds",
-            "Age of these numbers; more than 2 s: the daemon works on one thing for so long",
+            "Age of these numbers; above 2 s the daemon is busy with one task",
             status.age_s,
         )
         yield from _traffic(status)
@@ -59,17 +59,21 @@ class _StatusCollector(Collector):
 
 def _traffic(status: Status) -> Iterator[Metric]:
     held = {Part.FORWARD: status.held.forward_rows, Part.KV: status.held.kv_rows}
-    yield _gauges("held_rows", "Rows held", "part", held)
-    yield _gauge("partial_rows", "Rows that some ranks of an engine owe", status.held.partial_rows)
-    yield _counters("received_rows", "Rows stored and acknowledged", "part", status.rows_received)
-    yield _counters("received_bytes", "Their record bytes", "part", status.bytes_received)
-    yield _counters("sent_rows", "Rows sent to trainers", "part", status.rows_sent)
-    yield _counters("sent_bytes", "Their record bytes", "part", status.bytes_sent)
-    waiting = status.waiting
-    yield _gauge("unacknowledged_rows", "Rows received and not acknowledged yet", waiting.rows)
-    yield _gauge("unacknowledged_bytes", "Their record bytes", waiting.nbytes)
+    yield _gauges("held_rows", "Complete rows in the store", "part", held)
     yield _gauge(
-        "unacknowledged_oldest_seconds", "Age of the oldest unacknowledged", waiting.oldest_s
+        "partial_rows", "Rows that some ranks of an engine have not sent", status.held.partial_rows
+    )
+    yield _counters("received_rows", "Rows stored and acknowledged", "part", status.rows_received)
+    yield _counters("received_bytes", "Record bytes of these rows", "part", status.bytes_received)
+    yield _counters("sent_rows", "Rows sent to trainers", "part", status.rows_sent)
+    yield _counters("sent_bytes", "Record bytes of these rows", "part", status.bytes_sent)
+    waiting = status.waiting
+    yield _gauge("unacknowledged_rows", "Rows received but not acknowledged", waiting.rows)
+    yield _gauge("unacknowledged_bytes", "Record bytes of these rows", waiting.nbytes)
+    yield _gauge(
+        "unacknowledged_oldest_seconds",
+        "Age of the oldest unacknowledged message",
+        waiting.oldest_s,
     )
     yield _histogram(
         "ack_latency_seconds", "From receiving a message to its ack", status.ack_latency
@@ -84,20 +88,20 @@ def _store(status: Status) -> Iterator[Metric]:
         "disk": held.disk_bytes,
         "pool": held.pool_bytes,
     }
-    yield _gauges("tier_bytes", "Bytes in use; the index lies in memory", "tier", used)
+    yield _gauges("tier_bytes", "Bytes in use; the index is in memory", "tier", used)
     limits = {"memory": held.memory_limit, "disk": held.disk_limit}
-    yield _gauges("tier_limit_bytes", "Most that may be used; 0: no such tier", "tier", limits)
+    yield _gauges("tier_limit_bytes", "Maximum bytes; 0: no such tier", "tier", limits)
     yield _gauge("store_full", "1 while records are refused for lack of room", held.full)
     yield _gauge("store_failing", "1 while the disk cannot be written to", held.failing)
     yield _counter("commits", "Writes to the store", held.commits)
     yield _counter("corrupt_rows", "Rows that failed their checksum when read", held.corrupt_rows)
-    yield _gauge("damaged_entries", "Entries not readable at start-up", held.damaged_entries)
+    yield _gauge("damaged_entries", "Journal entries unreadable at start", held.damaged_entries)
 
 
 def _messages(status: Status) -> Iterator[Metric]:
     held = status.held
     yield _counter("messages", "Messages of engines and steps accepted", held.messages)
-    yield _counter("duplicate_messages", "Messages that came again", held.duplicates)
+    yield _counter("duplicate_messages", "Repeated messages", held.duplicates)
     yield _counters("refused_messages", "Messages answered with an error", "reason", status.refused)
     yield _counter("refused_connections", "Connections without a known key", held.refused_peers)
 
@@ -107,7 +111,7 @@ def _trajectories(status: Status) -> Iterator[Metric]:
     yield _gauges("trajectories", "Trajectories held, by state", "state", status.trajectories)
     yield _counters(
         "collected_trajectories",
-        "Trajectories given up, by the state they were in; open: expired before they finished",
+        "Trajectories removed, by their state; open: expired before they finished",
         "state",
         status.collected,
     )
@@ -115,19 +119,17 @@ def _trajectories(status: Status) -> Iterator[Metric]:
 
 def _engines(status: Status) -> Iterator[Metric]:
     dropped = {_label(engine.engine): engine.dropped_rows for engine in status.engines}
-    yield _counters("dropped_rows", "Rows that engines gave up", "engine", dropped)
+    yield _counters("dropped_rows", "Rows that engines dropped", "engine", dropped)
     seen = {
         _label(engine.engine): status.taken_at - engine.idle_s
         for engine in status.engines
         if engine.idle_s is not None
     }
-    yield _gauges(
-        "engine_last_seen_timestamp_seconds", "When it last said something", "engine", seen
-    )
+    yield _gauges("engine_last_seen_timestamp_seconds", "Time of its last message", "engine", seen)
 
 
 def _label(name: str) -> str:
-    """Return a stranger's name as a label value, another one for another name."""
+    """Return an engine name as a label value; different names give different values."""
     return plain(name.replace("\\", "\\\\"))
 
 

@@ -1,4 +1,4 @@
-"""The status document of one daemon: built by its thread, read by everyone who shows it.
+"""The status document of one daemon: the daemon's thread builds it, all views read it.
 
 Counters begin at zero when the daemon starts, except those of ``held``, which describe the store.
 """
@@ -20,10 +20,9 @@ RATE_WINDOW_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Rows that have been received and are not acknowledged yet, because the store works on them.
+    """Rows that the daemon has received but not acknowledged, because the store is working on them.
 
-    ``oldest_s`` is how long the first of their messages has waited. What still lies in the sockets
-    is not among them.
+    ``oldest_s`` is the waiting time of the oldest message. Messages in sockets do not count.
     """
 
     rows: int
@@ -33,9 +32,9 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
-    """What the last write to the store came to: "ok", or "full" or "failing" with a ``reason``.
+    """State after the last write to the store: "ok", or "full" or "failing" with a ``reason``.
 
-    ``for_s`` is how long it has been so.
+    ``for_s`` is the duration of this state in seconds.
     """
 
     state: str
@@ -45,9 +44,9 @@ class StoreStatus:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """An engine, the rows held of it, what it gave up, and the seconds since its last message.
+    """An engine, its stored and dropped rows, and the seconds since its last message.
 
-    ``idle_s`` is None for an engine that has not been heard of since the daemon started.
+    ``idle_s`` is None for an engine that has sent nothing since the daemon started.
     """
 
     engine: str
@@ -72,12 +71,12 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Everything there is to show.
+    """All values that views can show.
 
-    ``rows_received`` and ``bytes_received`` count what is stored and acknowledged, ``*_sent`` what
-    went to trainers, ``refused`` messages by error class, ``ack_latency`` the time from receiving
-    a message to acknowledging it. ``collected`` counts trajectories that were given up by the state
-    they were in: an open one expired or grew too old before it finished. ``history`` has about one
+    ``rows_received`` and ``bytes_received`` count stored and acknowledged rows, ``*_sent`` rows
+    sent to trainers, ``refused`` messages by error class, ``ack_latency`` the time from receiving
+    a message to acknowledging it. ``collected`` counts removed trajectories by their state: an
+    open one expired or became too old before it finished. ``history`` has about one
     sample a second, oldest first. ``age_s`` is how old the other fields were when the daemon
     handed the document out, by the daemon's monotonic clock.
     """
@@ -104,7 +103,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What went on per second lately; ``ack_s`` is the mean latency, None without any ack."""
+    """Recent rates per second; ``ack_s`` is the mean latency, None without acknowledgements."""
 
     rows_in: float
     bytes_in: float
@@ -141,6 +140,6 @@ def from_json(document: bytes) -> Status:
         return msgspec.json.decode(document, type=Status)
     except msgspec.MsgspecError as error:
         raise CorruptMessage(
-            f"the bridge's status is not readable ({error}); "
+            f"the bridge's status is unreadable ({error}); "
             "install the same sglang-trace version on both sides"
         ) from error

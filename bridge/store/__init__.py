@@ -1,4 +1,4 @@
-"""Where record bytes live: in memory with a limit, on disk, or in a Mooncake pool."""
+"""Stores of record bytes: memory with a limit, disk, or a Mooncake pool."""
 
 from bridge.store.base import Entry, Position, Reader, ReadPlan, Run, Store, StoredPayload, Usage
 from bridge.store.cached import CachedStore

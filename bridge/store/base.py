@@ -1,8 +1,8 @@
-"""What the daemon asks of a store: append entries, read one payload, drop entries, replay.
+"""The interface of a store: append entries, read payloads, delete entries, replay headers.
 
-An entry is one accepted message: a small header that rebuilds the index, and the record bytes of a
-Rows message. Entries are numbered in the order in which they were appended; numbers are not used
-again.
+An entry is one accepted message: a small header, from which a start rebuilds the index, and the
+record bytes of a Rows message. The store numbers entries in the order of `Store.append` and never
+reuses a number.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from bridge.wire.envelope import Buffer
 class Entry:
     """``header`` is a packed message without record bytes, ``payload`` rows of ``row_bytes``.
 
-    A payload of another kind is one row: ``row_bytes`` 0. A ``reserved`` entry is small and may use
-    what a full store keeps back; one that ``frees_space``, a step, may use more of it.
+    ``row_bytes`` 0 means that the payload is one row. A ``reserved`` entry is small and may use the
+    reserved space of a full store. An entry that ``frees_space``, an RL step, may use more of it.
     """
 
     header: bytes
@@ -40,11 +40,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class StoredPayload:
-    """A payload as a tier holds it.
+    """A payload as a store returns it.
 
-    ``sums`` are the row checksums (`bridge.store.checksums`) where bytes can change behind the
-    daemon's back; None where only this process can reach them. Both begin at ``first_row`` of the
-    entry, which is 0 unless only some rows were wanted.
+    ``checksums`` has the row checksums (`bridge.store.checksums`) of a tier whose bytes other
+    programs can change; None in memory of this process. Payload and checksums begin at
+    ``first_row`` of the entry, which is 0 unless the read plan names only some rows.
     """
 
     payload: memoryview
@@ -52,13 +52,13 @@ class StoredPayload:
     first_row: int = 0
 
 
-# Rows of an entry that follow each other: (entry, first row, first row of the answer, rows).
+# Consecutive rows of an entry: (entry, first row, index of the first row in the reply, rows).
 Run = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What will be read, in order, so that a tier far away can fetch it in few requests."""
+    """The rows that the caller will read, in order; a remote tier fetches them in few requests."""
 
     row_bytes: int
     runs: Iterable[Run]
@@ -70,9 +70,9 @@ Reader = Callable[[int], StoredPayload | None]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Bytes in use and their limits by tier; a limit of 0 is a tier that is not there.
+    """Bytes in use and limits by tier; a limit of 0 means that the store has no such tier.
 
-    ``pool_bytes`` lie in memory of other processes, which bound it themselves.
+    ``pool_bytes`` are in the memory of the pool's processes, which have their own limit.
     """
 
     memory_bytes: int = 0
@@ -84,62 +84,62 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a journal stands: the number of its next entry, and how often entries were deleted."""
+    """State of a journal: the number of its next entry, and the count of deletions."""
 
     next: int
     deletions: int
 
 
 class Store(Protocol):
-    """A bounded journal of entries; one thread uses it."""
+    """A journal of entries with a size limit; only one thread may use it."""
 
     tier: str
 
     def append(self, entries: Sequence[Entry]) -> list[int]:
-        """Hold all entries, as durably as the tier promises, and return their numbers.
+        """Store all entries, as durably as the tier promises, and return their numbers.
 
         Raises:
-            StoreFull: none of the entries is held; everything held before still is.
+            StoreFull: the store has none of these entries, and still has all earlier ones.
         """
 
     def reader(self, plan: ReadPlan = WHOLE) -> AbstractContextManager[Reader]:
-        """Give a function from entry number to payload; its buffers live as long as the context.
+        """Yield a function from entry number to payload; buffers are valid inside the context.
 
-        A payload holds the wanted rows of its entry at least, and all rows if none are wanted.
+        A payload has at least the planned rows of its entry, and all rows without a plan.
         """
 
     def in_memory(self, numbers: Iterable[int]) -> list[memoryview] | None:
-        """Return the payloads of these entries if only this process can reach them all, or None."""
+        """Return the payloads if all of them are in memory of this process, else None."""
 
     def delete(self, numbers: Sequence[int]) -> None:
-        """Give up entries; their space is used again. Unknown numbers are passed over."""
+        """Delete entries and reuse their space; ignore unknown numbers."""
 
     def reserve(self, index_bytes: int) -> None:
-        """Leave so much of the memory limit to the daemon's index, which grows with the rows."""
+        """Reserve ``index_bytes`` of the memory limit for the daemon's index."""
 
     def replay(self, first: int = 0) -> Iterator[tuple[int, bytes]]:
-        """Yield (number, header) of every entry held from number ``first`` on, oldest first."""
+        """Yield (number, header) of every entry from number ``first`` on, oldest first."""
 
     def numbers(self) -> NDArray[np.int64]:
-        """Return the numbers of all entries held, ascending."""
+        """Return the numbers of all entries, int64 [n], ascending."""
 
     def position(self) -> Position | None:
-        """Return where the journal stands, None if it does not outlive the process.
+        """Return the state of the journal.
 
-        Or if entries that were dropped are still there.
+        None if the journal does not outlive the process, or while deletions are pending.
         """
 
     def read_checkpoint(self) -> Buffer | None:
-        """Return the checkpoint that was written last, None if there is none."""
+        """Return the newest checkpoint, None if there is none."""
 
     def checkpoint_room(self) -> int:
-        """Return how long a checkpoint may be."""
+        """Return the maximum bytes of a checkpoint."""
 
     def write_checkpoint(self, content: Iterable[Buffer]) -> bool:
-        """Keep a checkpoint instead of the last one if there is room; any thread may call it."""
+        """Replace the checkpoint; return False without space. Any thread may call it."""
 
     def usage(self) -> Usage:
-        """Return what is in use."""
+        """Return the bytes in use."""
 
     def close(self) -> None:
         """Release files and memory."""

@@ -1,4 +1,4 @@
-"""Memory over a durable store, which holds every entry; memory keeps the newest payloads."""
+"""A durable store with a cache: memory has the newest payloads, the durable store has all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bridge.wire.envelope import Buffer
 
 
 class CachedStore:
-    """What is appended is durable when `append` returns; memory holds ``memory_limit`` at most."""
+    """Entries are durable when `append` returns; the cache has at most ``memory_limit`` bytes."""
 
     def __init__(self, durable: Store, memory_limit: int) -> None:
         self.tier = f"memory and {durable.tier}"
@@ -26,7 +26,7 @@ class CachedStore:
         self._recent = Payloads()
 
     def append(self, entries: Sequence[Entry]) -> list[int]:
-        """Hold all entries durably or raise StoreFull."""
+        """Store all entries durably or raise StoreFull."""
         full = self._index_bytes > room_of(self._limit)
         if full and not all(entry.reserved for entry in entries):
             raise StoreFull(
@@ -42,23 +42,23 @@ class CachedStore:
 
     @contextmanager
     def reader(self, plan: ReadPlan = WHOLE) -> Iterator[Reader]:
-        """Give the payload lookup: memory first."""
+        """Yield the payload lookup, which tries the cache first."""
         below = (run for run in plan.runs if self._recent.get(run[0]) is None)
         with self._durable.reader(replace(plan, runs=below)) as durable:
             yield lambda number: self._recent.get(number) or durable(number)
 
     def in_memory(self, numbers: Iterable[int]) -> list[memoryview] | None:
-        """Return the payloads of all these entries if memory holds them all."""
+        """Return the payloads if the cache has all of them, else None."""
         return self._recent.views(numbers)
 
     def delete(self, numbers: Sequence[int]) -> None:
-        """Give up entries in both tiers."""
+        """Delete entries in both tiers."""
         self._durable.delete(numbers)
         for number in numbers:
             self._recent.pop(number)
 
     def reserve(self, index_bytes: int) -> None:
-        """Leave room for the index; the cache shrinks as it grows."""
+        """Reserve memory for the index; the cache shrinks as the index grows."""
         self._index_bytes = index_bytes
         self._make_room(0)
 
@@ -71,7 +71,7 @@ class CachedStore:
         return self._durable.numbers()
 
     def position(self) -> Position | None:
-        """Return where the durable journal stands."""
+        """Return the state of the durable journal."""
         return self._durable.position()
 
     def read_checkpoint(self) -> Buffer | None:
@@ -79,21 +79,21 @@ class CachedStore:
         return self._durable.read_checkpoint()
 
     def checkpoint_room(self) -> int:
-        """Return what the durable store has for it."""
+        """Return the limit of the durable store."""
         return self._durable.checkpoint_room()
 
     def write_checkpoint(self, content: Iterable[Buffer]) -> bool:
-        """Keep a checkpoint in the durable store."""
+        """Write a checkpoint to the durable store."""
         return self._durable.write_checkpoint(content)
 
     def usage(self) -> Usage:
-        """Return what all tiers hold."""
+        """Return the bytes in use in both tiers."""
         return replace(
             self._durable.usage(), memory_bytes=self._recent.nbytes, memory_limit=self._limit
         )
 
     def close(self) -> None:
-        """Close the durable store and drop the cache."""
+        """Clear the cache and close the durable store."""
         self._recent.clear()
         self._durable.close()
 

@@ -1,7 +1,7 @@
-"""Checksums of single rows, kept beside them on disk: one altered row costs only itself.
+"""Checksums of single rows, stored beside them on disk: one altered row costs only itself.
 
-The entry's number and the row's place in it go into the checksum, so a row that is intact but
-stands where another belongs is found as well.
+The checksum also covers the entry's number and the row's index in the entry. It therefore detects
+an intact row at the location of another row, too.
 """
 
 from __future__ import annotations
@@ -28,5 +28,5 @@ def row_checksums(number: int, payload: Buffer, row_bytes: int) -> NDArray[np.ui
 
 
 def row_is_intact(number: int, offset: int, row: Buffer, expected: int) -> bool:
-    """Whether a row read from ``offset`` of entry ``number`` is the one that was written there."""
+    """Whether a row at ``offset`` of entry ``number`` has the expected checksum."""
     return bool(xxh3_64_intdigest(row, (number << _OFFSET_BITS) + offset) == expected)

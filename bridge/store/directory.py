@@ -1,4 +1,4 @@
-"""A store's directory: one daemon at a time, and files that no other user reads, locks or swaps."""
+"""The directory of a store: one daemon uses it, and no other user can read or change its files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ READERS_FILE = "lock.mdb"
 RESERVE_FILE = "ballast"
 CHECKPOINT_FILE = "index"
 POOL_FILE = "pool"
-NEW = "new."  # of a file that is written whole before it takes its name
+NEW = "new."  # prefix of a file until it is complete
 _REPLACED = (DATA_FILE, CHECKPOINT_FILE, POOL_FILE)
 _OURS = {
     *(LOCK_FILE, DATA_FILE, READERS_FILE, RESERVE_FILE, CHECKPOINT_FILE, POOL_FILE),
     *(NEW + name for name in _REPLACED),
 }
-_READERS_BYTES = 8192  # what LMDB makes of it
+_READERS_BYTES = 8192  # the size that LMDB gives it
 _ONLY_OWNER = 0o700
 _OTHERS = 0o077
 _OTHERS_WRITE = 0o022
@@ -35,17 +35,18 @@ class StoreBusy(TraceError):
 
 
 class CorruptStore(TraceError):
-    """The directory does not hold a readable store."""
+    """The directory has no readable store."""
 
 
 def locked(directory: Path) -> int:
-    """Hold the directory for this process; the kernel lets go when the process ends.
+    """Lock the directory for this process; the kernel releases the lock when the process ends.
 
-    The directory and its files are made this user's only, also those of an earlier version.
+    The function restricts the directory and its files to this user, also those of an earlier
+    version.
 
     Raises:
-        StoreBusy: another daemon holds it.
-        CorruptStore: it cannot be made or written to, or others could put files there.
+        StoreBusy: another daemon has the lock.
+        CorruptStore: the directory is not writable, or other users can create files in it.
     """
     try:
         directory.mkdir(mode=_ONLY_OWNER, parents=True, exist_ok=True)
@@ -103,7 +104,7 @@ def private_file(path: Path, flags: int) -> int:
 
 
 def replace_file(path: Path, content: Iterable[Buffer]) -> None:
-    """Write a private file whole or not at all, also through a power cut; raise OSError."""
+    """Replace a private file atomically, also across a power cut; raise OSError."""
     new = path.with_name(NEW + path.name)
     new.unlink(missing_ok=True)
     try:
@@ -129,10 +130,12 @@ def sync_names(directory: Path) -> None:
 
 
 def _close_to_others(directory: Path) -> None:
-    """Close a directory that holds nothing else; refuse one in which others can make files."""
+    """Restrict a directory that has only store files; refuse one in which others can write."""
     is_ours = {entry.name for entry in os.scandir(directory)} <= _OURS
     if is_ours and directory.stat().st_mode & _OTHERS:
-        with contextlib.suppress(PermissionError):  # it is somebody else's: looked at below
+        with contextlib.suppress(
+            PermissionError
+        ):  # another user owns it; the check below refuses it
             directory.chmod(_ONLY_OWNER)
     if directory.stat().st_mode & _OTHERS_WRITE:
         raise CorruptStore(
@@ -142,9 +145,9 @@ def _close_to_others(directory: Path) -> None:
 
 
 def _replace_if_open_to_others(lock: Path) -> None:
-    """Drop a lock file of an earlier version: any user may have it open and hold its lock.
+    """Delete a lock file that other users can open, because one of them may have locked it.
 
-    A daemon of that version wrote another schema, so that the store is refused all the same.
+    Earlier versions wrote such files. Their store has another schema, so the daemon refuses it.
     """
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISREG(lock.lstat().st_mode) and lock.lstat().st_mode & _OTHERS:
@@ -152,14 +155,14 @@ def _replace_if_open_to_others(lock: Path) -> None:
 
 
 class ReserveFile:
-    """A file thrown overboard when the disk is full, so that records can be deleted even then."""
+    """A file that reserves disk space, so that the store can delete records on a full disk."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._file = directory / RESERVE_FILE
         self._nbytes = nbytes
 
     def load(self) -> None:
-        """Take the room if it is there."""
+        """Reserve the space if the disk has it."""
         try:
             descriptor = private_file(self._file, os.O_RDWR | os.O_CREAT)
             try:
@@ -170,9 +173,9 @@ class ReserveFile:
             self.unload()
 
     def unload(self) -> bool:
-        """Give the room back to the file system; return whether there was any."""
+        """Release the space; return False if none was reserved."""
         try:
             self._file.unlink()
         except OSError:
-            return False  # not there, or the file system takes no changes at all
+            return False  # no such file, or the file system is read-only
         return True

@@ -1,4 +1,4 @@
-"""A message as one value of the journal, with the checksums that it had on the wire."""
+"""Journal format: one message per value, with its checksums from the wire."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ STORE_SCHEMA = 4
 
 
 def pack(message: Message, seq: int) -> bytes:
-    """Return the bytes to keep."""
+    """Return the journal bytes of a message."""
     packed: bytes = msgpack.packb([bytes(frame) for frame in encode(message, seq, STORE_SCHEMA)])
     return packed
 
 
 def unpack(header: bytes) -> tuple[Message, int]:
-    """Return (message, seq); raise CorruptMessage or SchemaMismatch when the bytes have changed."""
+    """Return (message, seq); raise CorruptMessage or SchemaMismatch on altered bytes."""
     try:
         frames = msgpack.unpackb(header)
     except (ValueError, msgpack.UnpackException) as error:

@@ -1,7 +1,7 @@
-"""The memory tier: gone with the process, never over its limit.
+"""The memory tier: it has a strict limit and ends with the process.
 
-With a disk to spill to, the oldest payloads move there when memory is full. The disk is scratch
-space then: the index is in memory too, so nothing of it outlives the process.
+With a disk for spilling, the store moves the oldest payloads there when memory is full. The disk is
+scratch space: the index is in memory, so the spilled payloads end with the process, too.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from bridge.store.disk.lmdb_store import DiskStore
 from bridge.store.payloads import Payloads, cost, room_of
 from bridge.wire.envelope import Buffer
 
-_MAX_SPILLED = 32 << 20  # at a time; LMDB holds them once more until they are written
+_MAX_SPILLED = 32 << 20  # per transaction; LMDB has a second copy until the commit
 
 
 class MemoryStore:
-    """Payloads by entry number; the headers are in the index already."""
+    """Payloads by entry number; headers are not stored, because the index has their content."""
 
     def __init__(self, limit_bytes: int, spill: DiskStore | None = None) -> None:
         self.tier = "memory" if spill is None else "memory and spill"
@@ -35,7 +35,7 @@ class MemoryStore:
         self._spill_bytes = min(_MAX_SPILLED, limit_bytes // 64)
 
     def append(self, entries: Sequence[Entry]) -> list[int]:
-        """Hold all entries or raise StoreFull."""
+        """Store all entries or raise StoreFull."""
         if not all(entry.reserved for entry in entries):
             self._make_room(sum(cost(entry.payload) for entry in entries))
         numbers = list(range(self._next, self._next + len(entries)))
@@ -48,7 +48,7 @@ class MemoryStore:
 
     @contextmanager
     def reader(self, plan: ReadPlan = WHOLE) -> Iterator[Reader]:
-        """Give the payload lookup."""
+        """Yield the payload lookup."""
         if self._spill is None:
             yield self._payloads.get
             return
@@ -56,11 +56,11 @@ class MemoryStore:
             yield lambda number: self._payloads.get(number) or on_disk(number)
 
     def in_memory(self, numbers: Iterable[int]) -> list[memoryview] | None:
-        """Return the payloads of all these entries if none of them is spilled."""
+        """Return the payloads if none of them is spilled, else None."""
         return self._payloads.views(numbers)
 
     def delete(self, numbers: Sequence[int]) -> None:
-        """Give up entries."""
+        """Delete entries."""
         elsewhere = []
         for number in numbers:
             if self._payloads.pop(number):
@@ -71,40 +71,40 @@ class MemoryStore:
             self._spill.delete(elsewhere)
 
     def reserve(self, index_bytes: int) -> None:
-        """Leave room for the index."""
+        """Reserve memory for the index."""
         self._index_bytes = index_bytes
 
     def replay(self, first: int = 0) -> Iterator[tuple[int, bytes]]:
-        """Yield nothing: a memory store starts empty."""
+        """Yield nothing, because a memory store starts empty."""
         yield from ()
 
     def numbers(self) -> NDArray[np.int64]:
-        """Return nothing, as `replay`."""
+        """Return an empty array, because a memory store starts empty."""
         return np.empty(0, np.int64)
 
     def position(self) -> Position | None:
-        """Return None: there is no journal."""
+        """Return None, because a memory store has no journal."""
         return None
 
     def read_checkpoint(self) -> Buffer | None:
-        """Return None: a memory store starts empty."""
+        """Return None, because a memory store has no checkpoint."""
         return None
 
     def checkpoint_room(self) -> int:
-        """Return 0: there is none."""
+        """Return 0, because a memory store has no checkpoint."""
         return 0
 
     def write_checkpoint(self, content: Iterable[Buffer]) -> bool:
-        """Keep nothing."""
+        """Return False, because a memory store has no checkpoint."""
         return False
 
     def usage(self) -> Usage:
-        """Return the bytes held."""
+        """Return the bytes in memory and the spilled bytes."""
         disk = Usage() if self._spill is None else self._spill.usage()
         return Usage(self._payloads.nbytes, self._limit, disk.disk_bytes, disk.disk_limit)
 
     def close(self) -> None:
-        """Drop everything."""
+        """Free all payloads."""
         self._payloads.clear()
         if self._spill is not None:
             self._spill.close()
@@ -118,18 +118,18 @@ class MemoryStore:
         if self._payloads.nbytes + needed > room:
             raise StoreFull(
                 f"the bridge's memory is full ({self._payloads.nbytes} bytes of records and "
-                f"{self._index_bytes} of their index held, {needed} more asked for, limit "
+                f"{self._index_bytes} of their index, {needed} more requested, limit "
                 f"{self._limit}); collect old steps (python -m bridge gc), raise --memory-limit "
                 "or serve with --dir"
             )
 
-    def _spill_oldest(self, disk: DiskStore, least: int) -> None:
-        """Move the oldest payloads to disk, ``least`` bytes or some more; StoreFull moves none."""
-        batch = self._oldest(max(least, self._spill_bytes))
+    def _spill_oldest(self, disk: DiskStore, minimum: int) -> None:
+        """Move at least ``minimum`` bytes of the oldest payloads to disk; StoreFull moves none."""
+        batch = self._oldest(max(minimum, self._spill_bytes))
         try:
             disk.write(batch)
         except StoreFull:
-            batch = self._oldest(least)
+            batch = self._oldest(minimum)
             disk.write(batch)
         for number, _ in batch:
             self._payloads.pop(number)

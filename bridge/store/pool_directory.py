@@ -1,4 +1,4 @@
-"""A directory whose payloads are in a pool: a file with the name under which they are there."""
+"""A store directory with payloads in a pool: a file has the name of the directory there."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from bridge.store.directory import POOL_FILE, CorruptStore, replace_file
 
 
 def is_pooled(directory: Path) -> bool:
-    """Whether the payloads of a directory are in a pool and not in the directory."""
+    """Whether the payloads of a directory are in a pool."""
     return (directory / POOL_FILE).exists()
 
 
 def next_opening(directory: Path, empty: bool) -> tuple[str, int]:
-    """Return (the directory's name, how often it was opened before); the name is its own.
+    """Return (unique name of the directory, number of earlier openings).
 
-    Keys are made of both. So no key is written by two processes, the later of which Mooncake would
-    tell that the value is there: the write of a process that was killed may still be on its way.
+    A key in the pool has both, so two processes never write the same key. Otherwise Mooncake could
+    report a value as present while the write of a killed process is still in flight.
 
     Raises:
-        CorruptStore: it is not ``empty`` and has no name: its payloads are in the directory.
+        CorruptStore: the directory is not ``empty`` and has no name; its payloads are in it.
     """
     file = directory / POOL_FILE
     if file.exists():
@@ -44,7 +44,7 @@ def next_opening(directory: Path, empty: bool) -> tuple[str, int]:
 
 
 def refuse_pooled(directory: Path) -> None:
-    """Raise CorruptStore if a directory cannot be served without the pool of its payloads."""
+    """Raise CorruptStore if the payloads of a directory are in a pool."""
     if is_pooled(directory):
         raise CorruptStore(
             f"the records of {directory} are in a Mooncake pool; serve it with --mooncake or "

@@ -1,4 +1,4 @@
-"""Answer a Fetch: which rows a page of a trajectory consists of, and what they hold.
+"""Answer a Fetch: find the rows of a page of a trajectory, and read them.
 
 Shapes: T = positions of the page, P = positions of a chunk of it, N = those of T whose engine's
 ranks share rows, W = bytes of a row of the reply.
@@ -13,9 +13,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.daemon.fetch.gather import CHUNK_BYTES, LANDED_BYTES, Gather
-from bridge.daemon.fetch.landing import Landing
+from bridge.daemon.fetch.gather import CHUNK_BYTES, SHM_CHUNK_BYTES, Gather
 from bridge.daemon.fetch.rank_join import Joining, Shares
+from bridge.daemon.fetch.shm_writer import ShmWriter
 from bridge.daemon.memory.budget import MAX_PAGE_BYTES
 from bridge.errors import LayoutError, UnknownTrajectory
 from bridge.index import Catalog, Engine, TrajectoryMap
@@ -26,17 +26,17 @@ from bridge.wire import Fetch, FetchReply, PageRows, ShmPageRows
 
 _LAST_POSITIONS = 1024
 
-# Positions [N] of a page, ascending, and what the ranks of their engine sent of their rows.
+# Ascending positions [N] of a page, and the shares of their engine's ranks.
 _Shared = tuple[NDArray[np.intp], Shares]
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Where the rows of one part of a page are.
+    """Locations of the rows of one part of a page.
 
     locations  LOCATION [T] of rows that one rank sent whole
-    versions  the weight version of every row, int32 [T]
-    shared    rows of every engine whose ranks share them
+    versions   the weight version of every row, int32 [T]
+    shared     rows of every engine whose ranks share them
     """
 
     locations: NDArray[np.void]
@@ -53,17 +53,17 @@ class Fetching:
         self._joining = Joining(catalog.blocks, gather)
 
     def answer(
-        self, fetch: Fetch, landing: Landing | None = None, room: int = MAX_PAGE_BYTES
+        self, fetch: Fetch, writer: ShmWriter | None = None, room: int = MAX_PAGE_BYTES
     ) -> Iterator[FetchReply | PageRows | ShmPageRows]:
-        """Yield the first page of [start, stop); the client asks on from where it ends.
+        """Yield the first page of [start, stop); the client fetches the next page itself.
 
-        Its rows are read as they are asked for, so that the chunks before them can be on their way.
-        With a ``landing`` for one of them at least they are written there; else the page has at
-        most ``room`` bytes, or one position.
+        The generator reads rows on demand, so earlier chunks may be in flight meanwhile. A
+        ``writer`` with room for one row gets the rows; otherwise the page has at most ``room``
+        bytes, or one position.
 
         Raises:
-            UnknownTrajectory: no engine told of the trajectory.
-            LayoutError: a layer or site is asked for that the engine does not record.
+            UnknownTrajectory: no engine has reported the trajectory.
+            LayoutError: the engine does not record a requested layer or site.
         """
         trajectory = self._catalog.trajectories.get(fetch.trajectory)
         if trajectory is None:
@@ -77,17 +77,17 @@ class Fetching:
         )
         stop = len(trajectory) if fetch.stop is None else min(fetch.stop, len(trajectory))
         start = min(fetch.start, stop)
-        if landing is not None and landing.nbytes < reduced.bytes_per_token():
-            landing = None
-        page = _page(start, stop, reduced, landing, room)
+        if writer is not None and writer.nbytes < reduced.bytes_per_token():
+            writer = None
+        page = _page(start, stop, reduced, writer, room)
         found = {part: self._find(part, trajectory, page, engine) for part in Part}
         yield self._head(fetch.trajectory, page, engine, reduced, found)
         for part in Part:
-            yield from self._rows(part, found[part], engine.hello.layout, reduced, landing)
+            yield from self._rows(part, found[part], engine.hello.layout, reduced, writer)
 
     def _reference_engine(self, trajectory: TrajectoryMap) -> Engine:
-        """Return the engine whose layout the reply has: the last one that computed a row."""
-        # Mostly it is one of the last positions; the first ones of a long trajectory are not read.
+        """Return the engine of the reply's layout: the last one that computed a row."""
+        # It is usually found at the end, so the start of a long trajectory is not read.
         for end in range(len(trajectory), 0, -_LAST_POSITIONS):
             last = trajectory.engines[max(0, end - _LAST_POSITIONS) : end]
             known = last[last >= 0]
@@ -98,7 +98,7 @@ class Fetching:
     def _find(
         self, part: Part, trajectory: TrajectoryMap, page: slice, reference: Engine
     ) -> _Found:
-        """Find one part; rows of an engine with another format are missing, not reinterpreted."""
+        """Find one part; rows of an engine with another format count as missing."""
         locations_T = self._catalog.locations(part, trajectory, page)
         versions_T = self._catalog.blocks.versions(locations_T["block"])
         rows_T, shared = trajectory.rows[page], []
@@ -123,7 +123,7 @@ class Fetching:
         found: dict[Part, _Found],
     ) -> FetchReply:
         trajectory = self._catalog.trajectories[name]
-        # A row's version is the one its forward ran with; its K/V may be sent much later.
+        # The weight version is that of the forward pass; K/V rows may arrive much later.
         forward, kv = (found[part].versions for part in (Part.FORWARD, Part.KV))
         versions = np.where(forward >= 0, forward, kv)
         version_numbers, versions_T = _occurring(versions)
@@ -153,27 +153,27 @@ class Fetching:
         found: _Found,
         full: RecordLayout,
         reduced: RecordLayout,
-        landing: Landing | None,
+        writer: ShmWriter | None,
     ) -> Iterator[PageRows | ShmPageRows]:
-        """Yield the rows of one part in the chunks in which they are read."""
+        """Yield the rows of one part in chunks."""
         if found.shared:
             for rows in self._mixed(part, found, full, reduced):
-                yield rows if landing is None else landing.take(rows)
+                yield rows if writer is None else writer.take(rows)
             return
-        chunk_bytes = None if landing is None else LANDED_BYTES
+        chunk_bytes = None if writer is None else SHM_CHUNK_BYTES
         columns = selection(full, reduced, part)
         for chunk in self._gather.chunks(
             full.row_bytes(part), columns, found.locations, chunk_bytes
         ):
-            if landing is None:
+            if writer is None:
                 yield PageRows(part, chunk.begin, chunk.valid, chunk.rows())
             else:
-                yield landing.put(part, chunk)
+                yield writer.put(part, chunk)
 
     def _mixed(
         self, part: Part, found: _Found, full: RecordLayout, reduced: RecordLayout
     ) -> Iterator[PageRows]:
-        """Yield rows of which some are joined from what several ranks sent."""
+        """Yield rows of which some are joined from the shares of several ranks."""
         width = reduced.row_bytes(part)
         if width == 0:
             return
@@ -192,7 +192,7 @@ class Fetching:
 
 
 def _between(shared: Iterable[_Shared], begin: int, end: int) -> Iterator[_Shared]:
-    """Yield what there is of positions [begin, end), counted from ``begin``."""
+    """Yield the shared rows of positions [begin, end), counted from ``begin``."""
     for at_N, shares in shared:
         first, last = at_N.searchsorted([begin, end]).tolist()
         if first < last:
@@ -220,10 +220,10 @@ def _page(
     start: int,
     stop: int,
     reduced: RecordLayout,
-    landing: Landing | None,
+    writer: ShmWriter | None,
     room: int = MAX_PAGE_BYTES,
 ) -> slice:
-    nbytes = min(room, MAX_PAGE_BYTES) if landing is None else landing.nbytes
+    nbytes = min(room, MAX_PAGE_BYTES) if writer is None else writer.nbytes
     positions = max(1, nbytes // (reduced.bytes_per_token() + 32))
     return slice(start, min(stop, start + positions))
 

@@ -1,4 +1,4 @@
-"""Copy rows out of many payloads, one behind the other.
+"""Copy rows of many payloads to one buffer.
 
 Shapes: U = runs of rows, K = columns.
 """
@@ -21,13 +21,13 @@ def copy_rows_in_python(
     row_bytes: int,
     columns_K2: NDArray[np.int64],
 ) -> int:
-    """Copy columns of runs of rows to the beginning of ``target``; return how many bytes.
+    """Copy columns of runs of rows to the start of ``target``; return the number of bytes.
 
-    A run is ``counts`` rows of ``row_bytes`` from byte ``begins`` of its payload on.
+    A run has ``counts`` rows of ``row_bytes`` and starts at byte ``begins`` of its payload.
 
     Raises:
-        ValueError: a run ends beyond its payload, a column beyond a row, or the target is too
-            small. What it holds then means nothing.
+        ValueError: a run is longer than its payload, a column is outside a row, or the target
+            is too small. The content of the target is then undefined.
     """
     columns = columns_K2.tolist()
     if row_bytes <= 0 or any(not 0 <= start <= stop <= row_bytes for start, stop in columns):
@@ -55,7 +55,7 @@ def _cut(rows_CR: NDArray[np.uint8], columns: list[list[int]]) -> memoryview:
 
 try:
     from bridge.daemon.fetch._rows import (
-        copy_rows as copy_rows,  # built by pip where there is a C compiler
+        copy_rows as copy_rows,  # pip builds it if there is a C compiler
     )
 except ImportError:
     copy_rows = copy_rows_in_python

@@ -1,12 +1,12 @@
-"""Read scattered rows out of the store, each checked, into the bytes of one frame.
+"""Read scattered rows from the store, check each, and copy them into one frame.
 
-Rows that follow each other in a block are read as one run: a prompt is a few runs, while a decoded
-token's row stands alone among those of the other requests of its forward pass. What the runs point
-to is joined in one call, which costs little more than the bytes do. To send long runs as they lie
-in memory costs no less: their checksum then reads them first, and the socket reads them from afar.
+Consecutive rows of a block are read as one run. A prompt has a few runs, while every decoded token
+is a run of its own, between the rows of other requests. One call copies all runs. To send long runs
+without a copy is not faster: the checksum of the frame reads the bytes first, and the socket then
+reads them from memory instead of a cache.
 
-Shapes: N = rows asked for, P = those of one chunk, V = those of them that are intact, S = bytes of
-the selected columns of a row, C = rows of a run.
+Shapes: N = requested rows, P = those of one chunk, V = the intact ones of these, S = bytes of the
+selected columns of a row, C = rows of a run.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from bridge.store.checksums import row_is_intact
 
 log = logging.getLogger(__name__)
 
-# A frame of this size is written by one core and sent by another out of the caches between them.
+# One core writes a frame of this size, and another one sends it from their shared cache.
 CHUNK_BYTES = 2 << 20
-# What is written to memory of the reader is not sent, but a message tells of every chunk.
-LANDED_BYTES = 8 << 20
+# Rows in shared memory are not sent, but each chunk takes a message.
+SHM_CHUNK_BYTES = 8 << 20
 
 # Payloads, and the first byte and the rows of a run in each of them.
 _Found = tuple[list[memoryview], NDArray[np.int64], NDArray[np.int64]]
@@ -39,10 +39,9 @@ _Found = tuple[list[memoryview], NDArray[np.int64], NDArray[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """P rows asked for from the one at ``begin`` on: bool [P], and where the valid ones are.
+    """P requested rows from ``begin`` on: valid bool [P], and the runs of the valid rows.
 
-    They are runs of rows in payloads (`bridge.daemon.fetch.copy_rows.copy_rows`), to be copied
-    before the next chunk is asked for.
+    Copy the runs (`bridge.daemon.fetch.copy_rows.copy_rows`) before the iterator goes on.
     """
 
     begin: int
@@ -55,7 +54,7 @@ class Chunk:
     selected: int
 
     def copy_to(self, target: memoryview) -> int:
-        """Write the valid rows one behind the other to the beginning; return how many bytes."""
+        """Write the valid rows to the start of ``target``; return the number of bytes."""
         copied: int = copy_rows(
             target, self.payloads, self.begins, self.counts, self.row_bytes, self.columns
         )
@@ -69,7 +68,7 @@ class Chunk:
 
 
 class Gather:
-    """Reads rows and counts those that are damaged; a damaged row is a missing row."""
+    """Reads rows and counts damaged ones; a damaged row is a missing row."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -82,10 +81,10 @@ class Gather:
         locations_N: NDArray[np.void],
         chunk_bytes: int | None = None,
     ) -> Iterator[Chunk]:
-        """Yield the rows at LOCATION [N] in chunks, of one row at least.
+        """Yield the rows at LOCATION [N] in chunks of at least one row.
 
-        A chunk has at most ``chunk_bytes``, None: CHUNK_BYTES. ``columns`` are those of a row of
-        ``row_bytes`` to return; of none there are no chunks.
+        A chunk has at most ``chunk_bytes``; None means CHUNK_BYTES. ``columns`` selects bytes of
+        rows of ``row_bytes``; without columns there are no chunks.
         """
         selected = sum(column.stop - column.start for column in columns)
         if selected == 0:
@@ -103,9 +102,9 @@ class Gather:
     def rows(
         self, row_bytes: int, columns: Sequence[slice], locations_N: NDArray[np.void]
     ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-        """Return all rows at LOCATION [N] at once, uint8 [N, S], and which are valid, bool [N].
+        """Return (all rows at LOCATION [N], uint8 [N, S]; valid, bool [N]); invalid rows are zero.
 
-        Other rows are zero. If there are none, the rows may be read only.
+        If all rows are valid, the array may be read-only.
         """
         selected = sum(column.stop - column.start for column in columns)
         rows_NS: NDArray[np.uint8] | None = None
@@ -123,7 +122,7 @@ class Gather:
         return rows_NS, valid_N
 
     def _read(self, runs: _Runs, row_bytes: int, valid_N: NDArray[np.bool_]) -> Iterator[_Found]:
-        """Yield the payloads and runs of each chunk; mark what is lost."""
+        """Yield the payloads and runs of each chunk; clear ``valid_N`` of lost rows."""
         payloads = self._store.in_memory(runs.blocks.tolist())
         begins = runs.offsets.astype(np.int64) * row_bytes
         if payloads is not None and runs.lie_within(payloads, begins, row_bytes):
@@ -140,7 +139,7 @@ class Gather:
     def _intact(
         self, read: Reader, row_bytes: int, runs: Sequence[Run], valid_N: NDArray[np.bool_]
     ) -> list[memoryview]:
-        """Return views of one or more rows that hold those of the runs; mark what is lost."""
+        """Return views of the rows of the runs; clear ``valid_N`` of lost rows."""
         rows: list[memoryview] = []
         for run in runs:
             block, first, at, count = run
@@ -161,7 +160,7 @@ class Gather:
     def _checked(
         self, held: StoredPayload, view: memoryview, run: Run, valid_N: NDArray[np.bool_]
     ) -> Iterator[memoryview]:
-        """Yield the rows of a run that have still the bytes that the engine sent."""
+        """Yield the rows of a run with the expected checksum."""
         assert held.checksums is not None
         block, first, at, count = run
         row_bytes = view.nbytes // count
@@ -184,10 +183,10 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Runs of held rows, none of which crosses the begin of a chunk.
+    """Runs of stored rows; no run crosses a chunk boundary.
 
-    blocks, offsets   the entry of a run and the place of its first row there
-    starts, counts    its first row among those asked for, and how many there are
+    blocks, offsets   the entry of a run, and the index of its first row there
+    starts, counts    the index of its first row among the requested ones, and its number of rows
     bounds            the runs of chunk i are those from bounds[i] to bounds[i + 1]
     """
 
@@ -199,7 +198,7 @@ class _Runs:
 
     @classmethod
     def of(cls, locations_N: NDArray[np.void], held_N: NDArray[np.bool_], begins: range) -> Self:
-        """Find the runs of rows at LOCATION [N]; ``held_N`` says which rows are held."""
+        """Find the runs of rows at LOCATION [N]; ``held_N`` marks the stored rows."""
         blocks, offsets = locations_N["block"], locations_N["offset"]
         breaks_N = np.empty(len(locations_N), dtype=np.bool_)
         breaks_N[1:] = (blocks[1:] != blocks[:-1]) | (offsets[1:] != offsets[:-1] + np.uint32(1))
@@ -218,6 +217,6 @@ class _Runs:
         return bool((begins + self.counts * row_bytes <= lengths).all())
 
     def listed(self) -> list[Run]:
-        """Return the runs one by one."""
+        """Return the runs as tuples."""
         columns = (self.blocks, self.offsets, self.starts, self.counts)
         return list(zip(*(column.tolist() for column in columns), strict=True))

@@ -1,4 +1,4 @@
-"""How the bytes of a narrowed row are put together from what each rank sent, worked out once.
+"""The plan of joining ranks' shares to a narrowed row, computed once per layout.
 
 Shape legend: B bytes, K expert slots of a layer, W bytes of a slot.
 """
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from bridge.layout import Part, RecordLayout, Shard, Site
 from bridge.layout.columns import as_slices, overlap
 
-# A row of more runs than these is read whole and divided here.
+# The daemon reads a row with more runs than this whole and divides it here.
 _FEW_RUNS = 16
 
 Columns = NDArray[np.int64]
@@ -24,11 +24,11 @@ Moves = tuple[tuple[slice, slice], ...]
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank's rows give to joined rows.
+    """The contribution of one rank's rows to joined rows.
 
     read    columns of a row that are read from the store; empty: the whole row
-    moves   runs of what was read, and where they go, no earlier rank having sent them
-    again   bytes that an earlier rank has sent too: columns of what was read, and of the joined row
+    moves   runs of the read bytes and their targets, without bytes of earlier ranks
+    again   bytes that an earlier rank sent, too: columns of the read bytes and of the joined row
     slots   the expert slots that vary from row to row, if this rank sends some
     """
 
@@ -41,12 +41,12 @@ class Share:
 
 @dataclass(frozen=True)
 class SlotShare:
-    """The expert slots of a rank that sends those it computed.
+    """The expert slots of a rank that sends only the computed ones.
 
     part    ranks with the same part of every slot have the same number: one of them sends a slot
-    layers  first slot of a layer that is wanted, and the columns of its slots in the joined row
-    moves   runs of a slot as it was sent, and where they go in a slot of the joined row
-    again   bytes of a slot that ranks of other parts send too, likewise
+    layers  first slot of a requested layer, and the columns of its slots in the joined row
+    moves   runs of a sent slot, and their targets in a slot of the joined row
+    again   the same for bytes of a slot that ranks of other parts send, too
     """
 
     part: int
@@ -59,7 +59,7 @@ class SlotShare:
 def join_plan(
     full: RecordLayout, shards: tuple[Shard, ...], reduced: RecordLayout, part: Part
 ) -> tuple[Share, ...]:
-    """Return what each of the shards that send this part gives to a reduced row."""
+    """Return the contribution of each shard with bytes of this part to a reduced row."""
     sent = np.zeros(reduced.row_bytes(part), dtype=np.bool_)
     return tuple(_shares(full, shards, reduced, part, sent))
 
@@ -98,7 +98,7 @@ def _slots(
     reduced: RecordLayout,
     parts: list[tuple[int, int] | None],
 ) -> SlotShare | None:
-    """Return what a rank gives of the slots; None if none are wanted of it."""
+    """Return the slots that a rank contributes, None without any."""
     wanted = reduced.site_layers(Site.FC2)
     if not wanted:
         return None
@@ -127,11 +127,11 @@ def _slots(
 def _within_slot(
     full: RecordLayout, shard: Shard, reduced: RecordLayout
 ) -> tuple[Columns, Columns]:
-    """Return the bytes of a slot that are sent and wanted, counted from the slot's first one."""
+    """Return the sent and requested bytes of a slot as (source, target) offsets in the slot."""
     layers = set(shard.layout.site_layers(Site.FC2)) & set(reduced.site_layers(Site.FC2))
     if not layers:
         return np.empty(0, np.int64), np.empty(0, np.int64)
-    # All slots are alike: look at the first one of a layer.
+    # All slots have one layout, so the first slot of a layer is enough.
     layer = min(layers)
     one = [layout.narrow((layer,), (Site.FC2,)) for layout in (shard.layout, reduced)]
     source_B, target_B = overlap(full, one[0], one[1], Part.FORWARD)
@@ -140,7 +140,7 @@ def _within_slot(
 
 
 def _moves(source_B: Columns, target_B: Columns) -> Moves:
-    """Return the runs in which both columns follow each other."""
+    """Return the runs in which both columns are consecutive."""
     if len(source_B) == 0:
         return ()
     breaks = np.flatnonzero((np.diff(source_B) != 1) | (np.diff(target_B) != 1)) + 1

@@ -24,18 +24,18 @@ from bridge.index import Engine
 from bridge.index.tables.block_table import BlockTable
 from bridge.layout import Part, RecordLayout, Shard
 
-# Rows are joined in chunks, because much more may be read of them than is asked for.
+# Rows are joined in chunks, because the daemon may read many more bytes than it returns.
 _CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What the ranks of an engine have sent of some rows, as it was known when they were found.
+    """The shares of an engine's ranks of some rows, as of the time of `Joining.find`.
 
-    full     layout of a whole row
-    shards   of the S ranks that send bytes of the part
-    locations  LOCATION [N, S] of the shares; of a missing row none is anywhere
-    widths   bytes of a row of the messages they came in, int32 [N, S]
+    full       layout of a whole row
+    shards     shards of the S ranks that send bytes of the part
+    locations  LOCATION [N, S] of the shares; all absent for a missing row
+    widths     bytes per row in the messages of the shares, int32 [N, S]
     """
 
     part: Part
@@ -45,19 +45,19 @@ class Shares:
     widths: NDArray[np.int32]
 
     def __getitem__(self, rows: slice) -> Shares:
-        """Return those of some of the rows."""
+        """Return the shares of some of the rows."""
         return replace(self, locations=self.locations[rows], widths=self.widths[rows])
 
 
 class Joining:
-    """Reads the rows of engines that several ranks make up."""
+    """Reads the rows of engines with several ranks."""
 
     def __init__(self, blocks: BlockTable, gather: Gather) -> None:
         self._blocks = blocks
         self._gather = gather
 
     def find(self, engine: Engine, part: Part, rows_N: NDArray[np.int64]) -> Shares:
-        """Return what is held of an engine's rows."""
+        """Return the stored shares of an engine's rows."""
         locations_NS = engine.maps[part].find_each(rows_N)
         versions_NS = self._blocks.versions(locations_NS["block"])
         valid_N = (locations_NS["block"] >= 0).all(axis=1)
@@ -97,7 +97,7 @@ class Joining:
         locations_P: NDArray[np.void],
         widths_P: NDArray[np.int32],
     ) -> None:
-        """Add what one rank sent of a chunk."""
+        """Add one rank's share of a chunk."""
         if not share.shard.by_slot or part is Part.KV:
             width = share.shard.layout.row_bytes(part)
             if share.moves or len(share.again[0]):
@@ -117,9 +117,9 @@ class Joining:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Some rows that are put together.
+    """Rows that are being joined.
 
-    sent   by number of a part of the slots: how many ranks sent each slot, uint8 [P, C]
+    sent   by slot part: number of ranks that sent each expert slot, uint8 [P, C]
     """
 
     rows_PW: NDArray[np.uint8]
@@ -174,7 +174,7 @@ class _Chunk:
         self.valid_P[at[row[differ & both]]] = False
 
     def finish(self) -> None:
-        """Give rows up of which a slot was sent by nobody or twice; zero what is given up."""
+        """Invalidate rows of which no rank or two ranks sent a slot; set them to zero."""
         for sent in self.sent.values():
             self.valid_P &= (sent == 1).all(axis=1)
         self.rows_PW[~self.valid_P] = 0

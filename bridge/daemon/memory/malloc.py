@@ -1,8 +1,8 @@
-"""Keep freed memory for the next records instead of returning it to the kernel.
+"""Malloc tuning: glibc keeps freed memory instead of returning it to the kernel.
 
-Frames of a few MiB come and go for as long as the daemon lives, and glibc would unmap most of them:
-the kernel then clears every page of every record, which costs more than receiving it. The memory
-limit bounds what is kept.
+The daemon allocates and frees frames of a few MiB all the time. By default glibc unmaps most of
+them. The kernel then clears every page of every new frame, which costs more than receiving it. The
+memory limit also limits the kept memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LARGEST_MMAP_THRESHOLD = 32 << 20
 
 
 def tune_malloc() -> None:
-    """Set it up, before the first thread is started; without glibc do nothing."""
+    """Tune malloc; call it before the first thread starts. Without glibc it does nothing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return

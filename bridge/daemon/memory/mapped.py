@@ -1,7 +1,7 @@
-"""What the daemon has read of its store's files through memory maps, and keeps mapped.
+"""Limits the mapped pages of the store's files.
 
-Those pages are the kernel's cache: it takes them back when it needs to. But they count as memory of
-this process until then, for whoever watches it or limits its group.
+These pages are the kernel's cache, and it takes them back when it needs memory. Until then they
+count as memory of this process, for example in a control group.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _MAPPING = re.compile(
 
 
 class MappedFiles:
-    """Keeps the mapped pages of files under ``most_bytes`` and what there was in the beginning."""
+    """Keeps the mapped pages below ``max_bytes`` more than at the start."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._ticked_at = time.monotonic()
-        self._most_bytes = most_bytes + _shared_bytes()
+        self._max_bytes = max_bytes + _shared_bytes()
 
-    def tick(self, lent_bytes: int) -> None:
-        """Let go of the files' pages if they are too many besides what clients lend."""
+    def tick(self, shm_bytes: int) -> None:
+        """Release the files' pages if there are too many; ``shm_bytes`` of clients do not count."""
         now = time.monotonic()
         if now - self._ticked_at >= _PERIOD_S:
             self._ticked_at = now
-            if _shared_bytes() > self._most_bytes + lent_bytes:
+            if _shared_bytes() > self._max_bytes + shm_bytes:
                 release_pages()
 
 
 def release_pages() -> None:
-    """Let go of all pages of the store's files; what is read again is mapped again."""
+    """Release all pages of the store's files; a later read maps them again."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     with suppress(OSError):
@@ -52,7 +52,7 @@ def release_pages() -> None:
 
 
 def _shared_bytes() -> int:
-    """Return the memory of this process that is a file's or others' too; 0 without /proc."""
+    """Return the bytes of file and shared pages of this process; 0 without /proc."""
     with suppress(OSError):
         return int(_STATM.read_text().split()[2]) * mmap.PAGESIZE
     return 0

@@ -1,4 +1,4 @@
-"""Answers on their way, so that peers that do not read them cost a bounded amount of memory."""
+"""Answers in flight: peers that do not read cost a limited amount of memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from bridge.wire import Message, encode
 from bridge.wire.envelope import Buffer
 
 _TRACKED_BYTES = 64 << 10
-# Small frames are not worth a tracker each: one of them stands for those before it.
+# Small frames get no tracker of their own; one tracker counts for the frames before it.
 _LOOSE_BYTES = 8 << 10
 _FRAME_BYTES = 128
-# Beyond its share a peer is told that much: acknowledgements and refusals.
+# Bytes of acknowledgements and errors that a peer gets beyond its share.
 _SMALL_BYTES = 32 << 10
 _MAX_BYTES = 2 * MAX_PAGE_BYTES
 _MAX_PEERS = 4096
@@ -23,7 +23,7 @@ _MAX_PEERS = 4096
 
 @dataclass(slots=True)
 class _Unsent:
-    """What a peer has not taken yet, oldest first; ``loose`` bytes are not among them."""
+    """Unsent frames of a peer, oldest first; ``loose`` bytes have no tracker yet."""
 
     queue: deque[tuple[zmq.MessageTracker, int]] = field(default_factory=deque)
     nbytes: int = 0
@@ -31,9 +31,9 @@ class _Unsent:
 
 
 class Outbox:
-    """Sends answers through a ROUTER socket and knows how much of them is not sent yet.
+    """Sends answers through a ROUTER socket and counts the unsent bytes.
 
-    ``lost`` counts what peers were not told because they have not read what they were told before.
+    ``lost`` counts small answers that were discarded because the peer does not read.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], budget: Budget) -> None:
@@ -46,9 +46,9 @@ class Outbox:
         self.lost = 0
 
     def send(self, peer: bytes, message: Message, seq: int) -> bool:
-        """Queue an answer for which there is `room`; return False if the peer is gone.
+        """Queue an answer that fits into `room`; return False if the peer has disconnected.
 
-        Large frames are not copied, and their memory is free once they are sent.
+        ZeroMQ does not copy large frames; their memory is free after sending.
         """
         part: Buffer | zmq.Frame = peer
         unsent = self._unsent(peer)
@@ -67,33 +67,33 @@ class Outbox:
         return True
 
     def reply(self, peer: bytes, message: Message, seq: int) -> None:
-        """Queue a small answer that needs no room, unless the peer has not read many of them."""
+        """Queue a small answer without `room`; discard it if the peer has not read many."""
         unsent = self._unsent(peer)
         if unsent.nbytes > _SMALL_BYTES:
             self.tick()
-            most = min(self._budget.share(len(self._behind)), _MAX_BYTES)
-            if unsent.nbytes > most + _SMALL_BYTES:
+            limit = min(self._budget.share(len(self._behind)), _MAX_BYTES)
+            if unsent.nbytes > limit + _SMALL_BYTES:
                 self.lost += 1
                 return
         self.send(peer, message, seq)
 
     def room(self, peer: bytes, waiting: int = 0) -> int:
-        """Return how many bytes may be queued for a peer now; 0: it has to read first.
+        """Return the bytes that may be queued for a peer now; 0: the peer has to read first.
 
-        ``waiting`` is how many peers wait for theirs.
+        ``waiting`` is the number of waiting peers.
         """
         self.tick()
         queued = self._unsent(peer).nbytes
         share = min(self._budget.share(len(self._behind) + waiting), _MAX_BYTES)
         room = min(share - queued, self._budget.answers - self.nbytes)
-        least = self._budget.least_share
-        if room >= least:
+        minimum = self._budget.min_share
+        if room >= minimum:
             return room
-        # No more than ZeroMQ takes for the connection: nobody waits for those that do not read.
-        return 0 if queued else least
+        # At most what ZeroMQ buffers per connection: no client waits for peers that do not read.
+        return 0 if queued else minimum
 
     def tick(self) -> None:
-        """Find out what has been sent."""
+        """Update the counts of unsent bytes."""
         for peer, unsent in list(self._behind.items()):
             while unsent.queue and unsent.queue[0][0].done:
                 nbytes = unsent.queue.popleft()[1]
@@ -103,7 +103,7 @@ class Outbox:
                 del self._behind[peer]
 
     def forget(self, peer: bytes) -> None:
-        """Let go of a peer that is gone."""
+        """Forget a disconnected peer."""
         self._behind.pop(peer, None)
         unsent = self._peers.pop(peer, None)
         if unsent is not None:
@@ -118,7 +118,7 @@ class Outbox:
         return unsent
 
     def _counted(self, unsent: _Unsent, frame: Buffer) -> Buffer | zmq.Frame:
-        """Return a frame to be sent, one that tells when it is if it is large or due to tell."""
+        """Return the frame for ZeroMQ, with a tracker if it or the loose bytes are large."""
         nbytes = memoryview(frame).nbytes
         unsent.loose += nbytes + _FRAME_BYTES
         if nbytes < _TRACKED_BYTES and unsent.loose < _LOOSE_BYTES:

@@ -1,4 +1,4 @@
-"""Questions whose answers wait for their clients to read those before."""
+"""Requests that wait until their client has read the earlier answers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from bridge.daemon.memory.budget import Budget
 from bridge.errors import TooManyRequests
 
-_MAX_QUESTIONS = 1024
-_QUESTION_BYTES = 256
+_MAX_REQUESTS = 1024
+_REQUEST_BYTES = 256
 _MIN_BYTES = 16 << 10
 
 
 @dataclass(slots=True)
 class _Queue:
-    questions: deque[bytes] = field(default_factory=deque)
+    requests: deque[bytes] = field(default_factory=deque)
     nbytes: int = 0
 
 
-class WaitingQuestions:
-    """One queue a client, each bounded by its share, so that no client pushes out another's."""
+class WaitingRequests:
+    """One queue per client; the limit of a queue protects the other clients."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -28,50 +28,50 @@ class WaitingQuestions:
         self.nbytes = 0
 
     def __len__(self) -> int:
-        """Return how many clients wait."""
+        """Return the number of waiting clients."""
         return len(self._queues)
 
     def __contains__(self, peer: bytes) -> bool:
         return peer in self._queues
 
-    def put(self, peer: bytes, question: bytes) -> None:
-        """Keep the one frame of a question.
+    def put(self, peer: bytes, request: bytes) -> None:
+        """Add the single frame of a request.
 
         Raises:
-            TooManyRequests: this client's questions that wait are as many as it may have.
+            TooManyRequests: the client's queue is full.
         """
         queue = self._queues.get(peer, _Queue())
-        cost = len(question) + _QUESTION_BYTES
-        share = max(self._budget.questions // (len(self._queues) + 1), _MIN_BYTES)
-        over = self.nbytes + cost > self._budget.questions and queue.nbytes + cost > _MIN_BYTES
-        if over or len(queue.questions) >= _MAX_QUESTIONS or queue.nbytes + cost > share:
+        cost = len(request) + _REQUEST_BYTES
+        share = max(self._budget.requests // (len(self._queues) + 1), _MIN_BYTES)
+        over = self.nbytes + cost > self._budget.requests and queue.nbytes + cost > _MIN_BYTES
+        if over or len(queue.requests) >= _MAX_REQUESTS or queue.nbytes + cost > share:
             raise TooManyRequests(
-                f"{len(queue.questions)} questions of this client wait because it has not read the "
-                "answers before them, and there is no room for more; read answers first, or ask "
-                "fewer questions at a time"
+                f"{len(queue.requests)} requests of this client wait because it has not read the "
+                "earlier answers, and there is no room for more; read answers first, or send "
+                "fewer requests at a time"
             )
-        queue.questions.append(question)
+        queue.requests.append(request)
         queue.nbytes += cost
         self.nbytes += cost
         self._queues[peer] = queue
 
     def peers(self) -> list[bytes]:
-        """Return the clients that wait, the one whose turn is next first."""
+        """Return the waiting clients in the order of their turns."""
         return list(self._queues)
 
     def take(self, peer: bytes) -> bytes:
-        """Return a client's oldest question; its next turn comes after those of all others."""
+        """Remove and return a client's oldest request; its next turn comes after all others."""
         queue = self._queues.pop(peer)
-        question = queue.questions.popleft()
-        cost = len(question) + _QUESTION_BYTES
+        request = queue.requests.popleft()
+        cost = len(request) + _REQUEST_BYTES
         queue.nbytes -= cost
         self.nbytes -= cost
-        if queue.questions:
+        if queue.requests:
             self._queues[peer] = queue
-        return question
+        return request
 
     def forget(self, peer: bytes) -> None:
-        """Let go of the questions of a client that is gone."""
+        """Delete the requests of a disconnected client."""
         queue = self._queues.pop(peer, None)
         if queue is not None:
             self.nbytes -= queue.nbytes

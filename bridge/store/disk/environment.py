@@ -1,8 +1,8 @@
-"""The LMDB environment of a store: made, opened, and opened again when a failed write closed it.
+"""The LMDB environment of a store; it reopens the file after a failed write.
 
 LMDB refuses everything after a failed write of its meta page, reads too, until the file is opened
 again. It keeps the pages that a reader may still need, so a reader that was killed costs all space
-given up after it, until somebody looks whether it lives.
+freed since then, until a process checks for dead readers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ JOURNAL, PAYLOAD, SUMS = ENTRY_TABLES = (b"journal", b"payload", b"sums")
 _TABLES = (ABOUT, *ENTRY_TABLES)
 SCHEMA_KEY = b"schema"
 _FIRST_MAP = 1 << 20
-_LOOKS = 3
+_ATTEMPTS = 3
 
 
 class CutOff(Exception):
-    """The file ends before pages that are in use."""
+    """The file is too short: it ends before pages that are in use."""
 
 
 class Environment:
@@ -48,17 +48,17 @@ class Environment:
         self._readonly = readonly
         self._sync = sync
         self._is_doubtful = False
-        self._is_stuck = False  # it is open to be read only, because it could not be opened else
+        self._is_stuck = False  # open as read-only, because it cannot be opened for writing
         self._open(readonly)
 
     def snapshot(self) -> Any:
-        """Begin to read one state of the file; keep it short, for it keeps old pages.
+        """Begin a read transaction; keep it short, because LMDB keeps the pages that it may read.
 
         Raises:
-            lmdb.Error, OSError, CutOff: the file cannot be read now.
+            lmdb.Error, OSError, CutOff: the file is unreadable now.
         """
-        self._mend()
-        for _ in range(_LOOKS):
+        self._reopen()
+        for _ in range(_ATTEMPTS):
             try:
                 return self._env.begin(buffers=True)
             except lmdb.MapResizedError:
@@ -69,13 +69,13 @@ class Environment:
 
     @contextmanager
     def writing(self) -> Iterator[Any]:
-        """Give a transaction that is committed at the end, synced, unless there is an error.
+        """Yield a write transaction; commit and sync it unless the context raises.
 
         Raises:
             lmdb.MapFullError: there is no room in the map; nothing is written.
             lmdb.Error: it is not acknowledged, but may be there when the file is opened again.
         """
-        self._mend(to_write=True)
+        self._reopen(to_write=True)
         try:
             with self._env.begin(write=True, buffers=True) as txn:
                 yield txn
@@ -86,7 +86,7 @@ class Environment:
             raise
 
     def table(self, name: bytes) -> Any:
-        """Return a table; it is another object after the file was opened again."""
+        """Return a table; the handle changes after the file has been reopened."""
         return self._tables[name]
 
     @property
@@ -95,7 +95,7 @@ class Environment:
         return self._page_bytes
 
     def live_bytes(self, txn: Any) -> int:
-        """Return the pages that entries take as a transaction sees them, in bytes."""
+        """Return the bytes of all pages with entries, as a transaction sees them."""
         pages = 0
         for name in ENTRY_TABLES:
             stat = txn.stat(self._tables[name])
@@ -103,19 +103,19 @@ class Environment:
         return int(pages * self._page_bytes)
 
     def grow(self, map_bytes: int) -> None:
-        """Let the file become so large, or as large as it is; raise lmdb.Error."""
-        self._mend(to_write=True)
+        """Set the maximum size of the file; raise lmdb.Error."""
+        self._reopen(to_write=True)
         if map_bytes != self._map_bytes:
             self._env.set_mapsize(_whole_pages(map_bytes))
             self._map_bytes = map_bytes
 
     def forget_dead_readers(self) -> None:
-        """Let go of what readers kept that were killed."""
+        """Free the pages that killed readers have kept."""
         with contextlib.suppress(lmdb.Error):
             self._env.reader_check()
 
     def copy_to(self, file: int) -> None:
-        """Write one state without free pages to a file's descriptor; raise lmdb.Error."""
+        """Write a consistent copy without free pages to a descriptor; raise lmdb.Error."""
         with self.snapshot() as txn:
             self._env.copyfd(file, compact=True, txn=txn)
 
@@ -123,10 +123,10 @@ class Environment:
         """Close the file."""
         self._env.close()
 
-    def _mend(self, *, to_write: bool = False) -> None:
-        """Open the file again if an error has closed it; raise if that cannot be done.
+    def _reopen(self, *, to_write: bool = False) -> None:
+        """Reopen the file if an error has closed it; raise if that fails.
 
-        A file system that takes no writes is read all the same, and every write tries it again.
+        On a read-only file system it opens the file for reading, and every write tries again.
         """
         if not self._is_doubtful or (self._is_stuck and not to_write):
             return
@@ -168,9 +168,9 @@ class Environment:
         self.forget_dead_readers()
 
     def _check_length(self) -> None:
-        """Refuse a file whose end is lost: to read its map there would kill the process."""
+        """Refuse a file whose end is lost, because reading its map there kills the process."""
         path = self._directory / DATA_FILE
-        for look in range(_LOOKS):
+        for attempt in range(_ATTEMPTS):
             length = path.stat().st_size
             used = (self._env.info()["last_pgno"] + 1) * self._page_bytes
             if length >= used:
@@ -180,7 +180,7 @@ class Environment:
                 lost = lost_pages(file, self._page_bytes)
             except UnreadablePages as error:
                 lost = -1
-                if look + 1 == _LOOKS:  # a daemon may have written meanwhile
+                if attempt + 1 == _ATTEMPTS:  # a daemon may have written meanwhile
                     raise CutOff(f"it is cut off at {length} of {used} bytes") from error
             finally:
                 os.close(file)
@@ -190,7 +190,7 @@ class Environment:
 
 
 def make_environment(directory: Path, schema: int, *, sync: bool = True) -> None:
-    """Make an empty store whole or not at all, unless there is one; raise lmdb.Error or OSError."""
+    """Create an empty store atomically if there is none; raise lmdb.Error or OSError."""
     if (directory / DATA_FILE).exists() or (directory / DATA_FILE).is_symlink():
         return
     new = directory / (NEW + DATA_FILE)

@@ -1,10 +1,9 @@
-"""Which pages of an LMDB file are free, read from the file itself.
+"""Find lost pages of an LMDB file: read its table of free pages.
 
-LMDB does not write pages that it took and gave up again in one transaction. If they are the last
-ones, the file ends before its last page and is whole all the same. A file that was cut off ends
-there too, and reading a page beyond the end would kill the process (SIGBUS). LMDB's interface does
-not tell the two apart, so its table of free pages is read here (mdb.c: MDB_meta, MDB_page, MDB_node
-and MDB_db).
+LMDB does not write pages that it allocates and frees in one transaction. If these are the last
+pages, the file ends before its last page, but is intact. A truncated file also ends early, and
+reading a page beyond the end kills the process (SIGBUS). LMDB's interface does not distinguish the
+two, so this module reads the table of free pages (mdb.c: MDB_meta, MDB_page, MDB_node and MDB_db).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def lost_pages(file: int, page_bytes: int) -> int:
     """Count the pages beyond the end of the file (a descriptor) that are not free.
 
     Raises:
-        UnreadablePages: that cannot be said.
+        UnreadablePages: the table of free pages is not readable.
     """
     try:
         last, root = _newest(file, page_bytes)

@@ -1,8 +1,8 @@
 """The disk tier: an LMDB file in which an acknowledged entry survives kill -9 and a power cut.
 
 Four tables: ``about`` (schema version), ``journal`` (number -> header), ``payload`` (number ->
-record bytes) and ``sums`` (number -> row checksums). Headers stand apart so that a restart reads
-them and not the records. Space of dropped entries is used again; the file itself does not shrink.
+record bytes) and ``sums`` (number -> row checksums). Headers have their own table, so a restart
+does not read the records. LMDB reuses the space of deleted entries; the file does not shrink.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from bridge.wire.envelope import Buffer
 log = logging.getLogger(__name__)
 
 _DISK_MARGIN = 1 << 20
-_DROPS_A_COMMIT = 256
+_DELETIONS_PER_COMMIT = 256
 _FEWER = 16
 _REPLAYED_BYTES = 4 << 20
 _PAGE = 4096
@@ -63,12 +63,12 @@ _position = struct.Struct(">QQ")
 class DiskStore:
     """A directory whose files take at most ``limit_bytes``.
 
-    Without ``sync`` what is written survives the process but not a power cut.
+    Without ``sync``, entries survive the process but not a power cut.
 
     Raises:
-        StoreBusy: another daemon has the directory.
+        StoreBusy: another daemon uses the directory.
         SchemaMismatch: the store was written with another schema version.
-        CorruptStore: the file is not readable, or not there when ``readonly``.
+        CorruptStore: the file is unreadable, or it does not exist and ``readonly`` is set.
     """
 
     tier = "disk"
@@ -81,7 +81,7 @@ class DiskStore:
         self._lock = None if readonly else locked(directory)
         self._folder: int | None = None
         self._reserve_file = ReserveFile(directory, self.room.reserve_file)
-        self._undropped: list[int] = []
+        self._undeleted: list[int] = []
         self._rewinds = False
         try:
             self._env = _opened(directory, self.room.row_file, readonly, sync)
@@ -110,7 +110,7 @@ class DiskStore:
             )
 
     def _position(self, txn: Any) -> tuple[int, int]:
-        """Return the number after the last one there ever was, and the count of deletions."""
+        """Return (number of the next entry, count of deletions)."""
         noted = txn.get(_POSITION_KEY, db=self._env.table(ABOUT))
         end, deletions = (0, 0) if noted is None else _position.unpack(noted)
         for name in ENTRY_TABLES:
@@ -121,7 +121,7 @@ class DiskStore:
 
     @property
     def next(self) -> int:
-        """The number that the next entry gets."""
+        """The number of the next entry."""
         return self._next
 
     # --- writing
@@ -133,7 +133,7 @@ class DiskStore:
         return numbers
 
     def write(self, numbered: Sequence[tuple[int, Entry]]) -> None:
-        """Write entries under numbers of the caller's, ascending; all of them or StoreFull."""
+        """Write entries under ascending numbers of the caller: all of them, or raise StoreFull."""
         if not numbered:
             return
         needed = sum(_entry_space(entry) for _, entry in numbered)
@@ -161,10 +161,10 @@ class DiskStore:
             txn.put(key, sums.data, append=True, db=self._env.table(SUMS))
 
     def _commit(self, work: Callable[[Any], None], needed: int, *, may_grow: bool) -> None:
-        """Do ``work`` in one transaction; look for room that can be had before giving up.
+        """Run ``work`` in one transaction; if it fails, free space and try once more.
 
         Raises:
-            StoreFull, StoreFailing: nothing of it is held.
+            StoreFull, StoreFailing: the store has nothing of this work.
         """
         try:
             self._try(work)
@@ -191,7 +191,7 @@ class DiskStore:
         self._rewinds, self._live = False, live
 
     def _rewind(self, txn: Any) -> None:
-        """Delete what a failed commit may have left: it was refused, and its numbers come again."""
+        """Delete entries of a failed commit, because the next one reuses their numbers."""
         for name in ENTRY_TABLES:
             with txn.cursor(self._env.table(name)) as cursor:
                 found = cursor.set_range(_number.pack(self._next))
@@ -200,7 +200,7 @@ class DiskStore:
 
     @contextmanager
     def _reasons(self, needed: int) -> Iterator[None]:
-        """Raise StoreFull or StoreFailing instead of what LMDB and the system raise."""
+        """Translate errors of LMDB and the system to StoreFull or StoreFailing."""
         try:
             yield
         except lmdb.MapFullError as error:
@@ -216,7 +216,7 @@ class DiskStore:
             ) from error
 
     def _disk_is_full(self, needed: int) -> bool:
-        """Look at the disk: LMDB tells a write of which it took a part as an I/O error."""
+        """Whether the disk is full: LMDB reports a partial write as an I/O error."""
         assert self._folder is not None
         disk = os.fstatvfs(self._folder)
         return disk.f_bavail * disk.f_frsize < needed + _DISK_MARGIN
@@ -229,30 +229,32 @@ class DiskStore:
         )
 
     def in_memory(self, numbers: Iterable[int]) -> list[memoryview] | None:
-        """Return nothing: files can change behind the daemon's back."""
+        """Return None, because other programs can change files."""
         return None
 
     def delete(self, numbers: Sequence[int]) -> None:
-        """Delete entries, a few hundred a transaction, also when limit or disk is reached.
+        """Delete entries, a few hundred per transaction, also in a full store or on a full disk.
 
         Raises:
-            StoreFull: some are still there; the next call tries them again.
+            StoreFull: some entries remain; the next call tries them again.
         """
-        pending = sorted({*numbers, *self._undropped})
-        self._undropped = pending
+        pending = sorted({*numbers, *self._undeleted})
+        self._undeleted = pending
         if not pending:
             return
         self._env.forget_dead_readers()
-        count = _DROPS_A_COMMIT
-        while self._undropped:
+        count = _DELETIONS_PER_COMMIT
+        while self._undeleted:
             try:
-                self._delete(self._undropped[:count])
+                self._delete(self._undeleted[:count])
             except StoreFull:
                 if count == 1:
                     raise
-                count = max(1, count // _FEWER)  # that needs less room, and makes some
+                count = max(
+                    1, count // _FEWER
+                )  # a smaller deletion needs less space and frees some
             else:
-                self._undropped = self._undropped[count:]
+                self._undeleted = self._undeleted[count:]
         self._turn_over()
         self._reserve_file.load()
 
@@ -270,12 +272,12 @@ class DiskStore:
         self._deletions += 1
 
     def _note_position(self, txn: Any) -> None:
-        """Write down that entries are deleted, and the numbers that must not come again."""
+        """Store the count of deletions and the next number, which must not be used again."""
         noted = _position.pack(self._next, self._deletions + 1)
         txn.put(_POSITION_KEY, noted, db=self._env.table(ABOUT))
 
     def _turn_over(self) -> None:
-        """Commit once more: LMDB uses pages again from the second transaction after the drop on."""
+        """Commit again: LMDB reuses pages from the second transaction after a deletion on."""
         with self._reasons(0):
             self._commit(self._note_position, 0, may_grow=True)
             self._deletions += 1
@@ -285,7 +287,7 @@ class DiskStore:
 
     @contextmanager
     def reader(self, plan: ReadPlan = WHOLE) -> Iterator[Reader]:
-        """Give the payload lookup: buffers point into the file's map until the context ends."""
+        """Yield the payload lookup; buffers are views of the mapped file inside the context."""
         with self._reasons(0):
             snapshot = self._env.snapshot()
         with snapshot as txn:
@@ -310,8 +312,8 @@ class DiskStore:
     def replay(self, first: int = 0) -> Iterator[tuple[int, bytes]]:
         """Yield (number, header) of every entry from number ``first`` on, oldest first.
 
-        No transaction is open while the caller has one: LMDB has 126 places for readers, and a
-        generator that nobody reads to its end would keep one.
+        The generator keeps no transaction open between items: LMDB allows 126 readers, and a
+        generator that its caller abandons would occupy one.
         """
         headers = self._headers(first)
         while headers:
@@ -319,7 +321,7 @@ class DiskStore:
             headers = self._headers(headers[-1][0] + 1)
 
     def _headers(self, first: int) -> list[tuple[int, bytes]]:
-        """Return entries from number ``first`` on, a few MiB of them."""
+        """Return (number, header) of entries from number ``first`` on, a few MiB at most."""
         found: list[tuple[int, bytes]] = []
         nbytes = 0
         with (
@@ -346,7 +348,7 @@ class DiskStore:
         return np.frombuffer(keys, dtype=">u8").astype(np.int64)
 
     def without_payload(self, numbers: Iterable[int]) -> list[int]:
-        """Return those of the numbers whose entry is held, is of rows, and has lost its payload."""
+        """Return the numbers of rows entries whose payload is lost."""
         with self._env.snapshot() as txn:
 
             def is_lost(number: int) -> bool:
@@ -362,18 +364,18 @@ class DiskStore:
             return [number for number in numbers if is_lost(number)]
 
     def copy_to(self, file: int) -> None:
-        """Write one state of the store's file, without free pages; raise lmdb.Error.
+        """Write a consistent copy without free pages to a descriptor; raise lmdb.Error.
 
-        Meanwhile no space is used again.
+        LMDB reuses no space meanwhile.
         """
         self._env.copy_to(file)
 
     def position(self) -> Position | None:
-        """Return where the journal stands, None while entries wait to be deleted."""
-        return None if self._undropped else Position(self._next, self._deletions)
+        """Return the state of the journal, None while deletions are pending."""
+        return None if self._undeleted else Position(self._next, self._deletions)
 
     def read_checkpoint(self) -> Buffer | None:
-        """Return the checkpoint that was written last, None if there is none or none readable."""
+        """Return the newest checkpoint, None if it is missing or unreadable."""
         try:
             file = private_file(self.directory / CHECKPOINT_FILE, os.O_RDONLY)
         except OSError:
@@ -385,27 +387,27 @@ class DiskStore:
             os.close(file)
 
     def checkpoint_room(self) -> int:
-        """Return the share of the limit that is kept for it."""
+        """Return the maximum bytes of a checkpoint."""
         return self.room.checkpoint
 
     def write_checkpoint(self, content: Iterable[Buffer]) -> bool:
-        """Keep a checkpoint instead of the last one if the disk has room for both."""
+        """Replace the checkpoint; return False if the disk has no room for both."""
         try:
             replace_file(self.directory / CHECKPOINT_FILE, content)
         except OSError as error:
-            log.info("no checkpoint of the index is written: %s", error)
+            log.info("the daemon cannot write a checkpoint of the index: %s", error)
             return False
         return True
 
     def reserve(self, index_bytes: int) -> None:
-        """Do nothing: the index lies in memory."""
+        """Do nothing, because the index is in memory."""
 
     def usage(self) -> Usage:
-        """Return the bytes that entries take on disk."""
+        """Return the bytes of the entries on disk."""
         return Usage(disk_bytes=self._live, disk_limit=self.room.limit)
 
     def close(self) -> None:
-        """Close the file and let another daemon have the directory."""
+        """Close the file and unlock the directory."""
         self._env.close()
         self._release()
 
@@ -417,7 +419,7 @@ class DiskStore:
 
 
 def _space(nbytes: int) -> int:
-    """Return the bytes that LMDB needs for a value: its own pages if large, else a node."""
+    """Return the bytes of a value in LMDB: own pages if it is large, else a node."""
     if nbytes > _PAGE // 2:
         return -(-(nbytes + 16) // _PAGE) * _PAGE
     return nbytes + 32
@@ -439,7 +441,7 @@ def _opened(directory: Path, map_bytes: int, readonly: bool, sync: bool) -> Envi
 
 
 def _refuse_without_store(directory: Path) -> None:
-    """Say what a path is that holds no store; raise OSError where that cannot be seen."""
+    """Raise CorruptStore if a path has no store; raise OSError if it is not accessible."""
     try:
         (directory / DATA_FILE).stat()
         return
@@ -467,8 +469,8 @@ def _readable(directory: Path) -> Iterator[None]:
 
 
 def _remedy(error: Exception) -> str:
-    """Say what helps: a store on a disk that takes no writes is not a damaged one."""
-    reason = str(error)  # LMDB passes the system's errors on as text
+    """Return the fix; a store on a read-only or full disk is not damaged."""
+    reason = str(error)  # LMDB reports system errors as text
     if os.strerror(errno.ENOSPC) in reason:
         return "free space on its disk, or choose another --dir"
     if os.strerror(errno.EROFS) in reason:

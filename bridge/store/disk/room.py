@@ -1,4 +1,4 @@
-"""How a store divides its limit: who may still write when it is nearly full.
+"""Division of a store's limit among classes of writes.
 
 LMDB writes new pages before it can use old ones again, so a deletion needs room. Each class of
 writes therefore leaves room for the next one: rows for reserved entries (an engine's registration),
@@ -13,19 +13,19 @@ from typing import Self
 _MIN_LIMIT = 1 << 20
 _SHARES = 32
 _MAX_RESERVE_FILE = 1 << 20
-# Two deletions, the first of which still holds what it gave up: a path in every table, twice.
+# Two deletions: a path in every table, twice, because the first one's pages are not free yet.
 _MIN_FOR_DELETIONS = 48 * 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes, each a part of ``limit``, which all files together may take.
+    """Byte limits; together the files take at most ``limit``.
 
-    rows, reserved, steps   what live pages may take after a write of this class
-    row_file                what data.mdb may grow to for rows
-    file                    what data.mdb may grow to for all else
-    checkpoint              one checkpoint of the index; two are there while one replaces the other
-    reserve_file            a file that a full disk gives up
+    rows, reserved, steps   maximum of live pages after a write of this class
+    row_file                maximum size of data.mdb for rows
+    file                    maximum size of data.mdb for all other writes
+    checkpoint              one checkpoint of the index; two exist while one replaces the other
+    reserve_file            a file that the store deletes when the disk is full
     """
 
     limit: int
@@ -39,7 +39,7 @@ class Room:
 
     @classmethod
     def of(cls, limit_bytes: int) -> Self:
-        """Divide a limit; one below 1 MiB counts as 1 MiB."""
+        """Divide a limit; a limit below 1 MiB counts as 1 MiB."""
         limit = max(limit_bytes, _MIN_LIMIT)
         share = limit // _SHARES
         file = limit - 2 * share

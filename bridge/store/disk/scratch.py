@@ -1,4 +1,4 @@
-"""Scratch space on disk that is gone with the process, however it ends."""
+"""Scratch space on disk that the kernel frees when the process ends."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 from bridge.store.directory import CorruptStore
 from bridge.store.disk.lmdb_store import DiskStore
 
-# Larger than memory is the point, and /tmp is often a file system in memory.
+# The scratch space is larger than memory, and /tmp is often a file system in memory.
 _LARGE_TEMPORARY_FILES = "/var/tmp"
 
 
 def scratch_store(parent: Path | None, limit_bytes: int) -> DiskStore:
-    """Return a store whose files have no name any more, so that the kernel frees them at the end.
+    """Return a store with deleted files: the kernel frees them when the process ends.
 
     Raises:
-        CorruptStore: nothing can be made under ``parent``.
+        CorruptStore: ``parent`` is not writable.
     """
-    place = parent or Path(os.environ.get("TMPDIR", _LARGE_TEMPORARY_FILES))
+    base = parent or Path(os.environ.get("TMPDIR", _LARGE_TEMPORARY_FILES))
     try:
-        directory = Path(tempfile.mkdtemp(prefix="bridge-", dir=place))
+        directory = Path(tempfile.mkdtemp(prefix="bridge-", dir=base))
     except OSError as error:
         raise CorruptStore(
-            f"cannot make scratch space in {place} ({error.strerror}); choose another --spill"
+            f"cannot make scratch space in {base} ({error.strerror}); choose another --spill"
         ) from error
     try:
         return DiskStore(directory, limit_bytes, sync=False)

@@ -1,4 +1,4 @@
-"""What is done to a store directory by hand: copy it, check it, make its file smaller."""
+"""Maintenance of a store directory: back it up, verify it, compact its file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from bridge.store.pool_directory import refuse_pooled
 # (done, of how many); neither is exact while a daemon writes to the store.
 Progress = Callable[[int, int], None]
 _LOOK_S = 0.2
-_ENTRIES_A_LOOK = 256  # of one transaction: while it is open, LMDB uses no space again
+_ENTRIES_PER_READ = 256  # of one transaction: while it is open, LMDB uses no space again
 
 
 class CannotCopy(TraceError):
@@ -39,7 +39,7 @@ class CannotCopy(TraceError):
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A copy of a store file: its bytes, and those of the file that it was made of."""
+    """Result of a copy: bytes of the copy (``nbytes``) and of the original file (``was``)."""
 
     nbytes: int
     was: int
@@ -47,9 +47,9 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Payloads:
-    """The payloads of a store: their rows and bytes, and what fails its checksum or is lost.
+    """Counts of a store's payloads, rows and bytes, and of damaged rows and lost payloads.
 
-    A row that is damaged is missing for trainers, and so are all rows of a lost payload.
+    Trainers see damaged rows and all rows of a lost payload as missing.
     """
 
     entries: int
@@ -60,28 +60,30 @@ class Payloads:
 
 
 def back_up(directory: Path, destination: Path, progress: Progress) -> Copied:
-    """Copy one state of a store to a new directory, also while a daemon serves it.
+    """Copy a consistent state of a store to a new directory, also while a daemon serves it.
 
     Raises:
-        CannotCopy: the destination is in use, or there is no room for it.
+        CannotCopy: the destination is not empty, or the disk has no room for the copy.
         CorruptStore, SchemaMismatch: there is no store to copy, or its records are in a pool.
     """
     refuse_pooled(directory)
     with closing(DiskStore(directory, 0, readonly=True)) as store:
-        with _sentences(destination):
+        with _copy_errors(destination):
             destination.mkdir(mode=0o700, parents=True, exist_ok=True)
             if any(destination.iterdir()):
                 raise CannotCopy(f"{destination} is not empty; choose a new directory")
-        checkpoint = store.read_checkpoint()  # older than the copy, whose journal has the rest
+        checkpoint = (
+            store.read_checkpoint()
+        )  # older than the copy; the copy's journal has the newer entries
         copied = _copied(store, destination, progress)
-        with _sentences(destination):
+        with _copy_errors(destination):
             if checkpoint is not None:
                 replace_file(destination / CHECKPOINT_FILE, [checkpoint])
     return copied
 
 
 def compact(directory: Path, progress: Progress) -> Copied:
-    """Replace the file of a store that nobody serves by one without free pages.
+    """Replace the file of a store by one without free pages; no daemon may serve it.
 
     Raises:
         StoreBusy: a daemon serves it.
@@ -102,10 +104,10 @@ def check_payloads(store: DiskStore, progress: Progress) -> Payloads:
     """Read every payload and compare each of its rows with its checksum."""
     numbers = store.numbers().tolist()
     rows = nbytes = damaged = lost = 0
-    for begin in range(0, len(numbers), _ENTRIES_A_LOOK):
+    for begin in range(0, len(numbers), _ENTRIES_PER_READ):
         missing = []
         with store.reader() as read:
-            for number in numbers[begin : begin + _ENTRIES_A_LOOK]:
+            for number in numbers[begin : begin + _ENTRIES_PER_READ]:
                 held = read(number)
                 if held is None:
                     missing.append(number)
@@ -113,7 +115,7 @@ def check_payloads(store: DiskStore, progress: Progress) -> Payloads:
                 count, broken = _check(number, held)
                 rows, damaged, nbytes = rows + count, damaged + broken, nbytes + len(held.payload)
         lost += len(store.without_payload(missing))
-        progress(min(begin + _ENTRIES_A_LOOK, len(numbers)), len(numbers))
+        progress(min(begin + _ENTRIES_PER_READ, len(numbers)), len(numbers))
     return Payloads(len(numbers), rows, nbytes, damaged, lost)
 
 
@@ -133,9 +135,9 @@ def _check(number: int, held: StoredPayload) -> tuple[int, int]:
 
 
 def _copied(store: DiskStore, destination: Path, progress: Progress) -> Copied:
-    """Write a copy without free pages, which takes its name when it is whole."""
+    """Write a copy without free pages; rename it when it is complete."""
     new, old = destination / (NEW + DATA_FILE), store.directory / DATA_FILE
-    with _sentences(destination):
+    with _copy_errors(destination):
         new.unlink(missing_ok=True)
         file = private_file(new, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
@@ -158,7 +160,7 @@ def _copied(store: DiskStore, destination: Path, progress: Progress) -> Copied:
 
 
 @contextmanager
-def _sentences(destination: Path) -> Iterator[None]:
+def _copy_errors(destination: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, lmdb.Error) as error:

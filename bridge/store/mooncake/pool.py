@@ -1,8 +1,8 @@
 """A Mooncake Store pool: values by key in the memory of other processes, moved over TCP.
 
-Values go straight from and to the daemon's own buffers. Nothing is registered with the transfer
-engine, which its TCP transport does not ask for: memory that is registered could be read and
-written by every host that reaches the engine's port.
+The client copies values directly from and to the daemon's buffers. The daemon registers no memory
+with the transfer engine, because TCP does not need it: every host that reaches the engine's port
+could read and write registered memory.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _SETTINGS = {
 
 
 class NoMooncake(TraceError):
-    """The Mooncake client is not installed, or a library that it needs."""
+    """The Mooncake client or a library that it needs is not installed."""
 
 
 class PoolUnreachable(TraceError):
-    """The pool does not answer; what it holds may still be there."""
+    """The pool does not answer; it may still have its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class Pool:
     """Client of the pool whose master listens at ``master`` (HOST:PORT).
 
     Raises:
-        NoMooncake: install it.
-        PoolUnreachable: no master listens there.
+        NoMooncake: the client is not installed.
+        PoolUnreachable: no master listens at the address.
     """
 
     def __init__(self, master: str) -> None:
@@ -75,11 +75,11 @@ class Pool:
         self._silent_until = 0.0
 
     def put(self, values: Mapping[str, Buffer]) -> None:
-        """Hold values, none of them empty, by key until they are removed.
+        """Store non-empty values by key until they are removed.
 
         Raises:
-            StoreFull: the pool has no room for all of them; some may be there.
-            PoolUnreachable: likewise.
+            StoreFull: the pool has no room for all values; it may have stored some.
+            PoolUnreachable: the pool does not answer; it may have stored some values.
         """
         arrays = [np.frombuffer(value, dtype=np.uint8) for value in values.values()]
         sizes = [array.nbytes for array in arrays]
@@ -93,10 +93,10 @@ class Pool:
         self._check(codes, {_OK})
 
     def read(self, spans: Sequence[Span], into: NDArray[np.uint8]) -> list[bool]:
-        """Read spans one behind the other into an array; tell which of them are there.
+        """Read spans into one array; return it and whether the pool has each span.
 
         Raises:
-            PoolUnreachable: a value may be there but cannot be read now.
+            PoolUnreachable: the pool may have a value, but it is unreadable now.
         """
         keys = [span.key for span in spans]
         sizes = [span.end - span.begin for span in spans]
@@ -120,13 +120,13 @@ class Pool:
         return present
 
     def present(self, keys: Sequence[str]) -> list[bool]:
-        """Tell which values are there; raise PoolUnreachable."""
+        """Return whether the pool has each value; raise PoolUnreachable."""
         codes = self._ask_in_parts(self._client.batch_is_exist, keys)
         self._check(codes, {0, 1})
         return [code == 1 for code in codes]
 
     def remove(self, keys: Sequence[str]) -> list[bool]:
-        """Remove values; tell which are certainly gone; raise PoolUnreachable."""
+        """Remove values; return whether each is certainly removed; raise PoolUnreachable."""
         codes = self._ask_in_parts(lambda part: self._client.batch_remove(part, True), keys)
         self._check([code for code in codes if code in _NO_ANSWER])
         return [code in (_OK, _NOT_FOUND) for code in codes]
@@ -158,7 +158,7 @@ class Pool:
 
 
 def _probe(master: str) -> None:
-    """Connect once: Mooncake's own client tries for a minute and tells no reason."""
+    """Connect once, because Mooncake's client tries for a minute and reports no reason."""
     match = _MASTER.fullmatch(master)
     if match is None:
         raise PoolUnreachable(
@@ -175,7 +175,7 @@ def _probe(master: str) -> None:
 
 
 def _connect(master: str) -> tuple[Any, Any]:
-    """Return (a client that gives the pool no memory, how it puts values: never evicted)."""
+    """Return (client without memory for the pool, replica options without eviction)."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     try:

@@ -1,4 +1,4 @@
-"""Read payloads from a pool, wanted rows only, many entries in one request."""
+"""Read the planned rows from a pool, many entries per request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REQUEST_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What the journal keeps of a payload: where it is, its bytes and its row checksums."""
+    """The journal's note of a payload: its key, bytes and row checksums."""
 
     key: str
     nbytes: int
@@ -25,7 +25,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows of an entry that are read together."""
+    """Rows of an entry that one request reads."""
 
     number: int
     first_row: int
@@ -38,7 +38,7 @@ class _Part:
 
 
 class PoolReader:
-    """Reader of a pool: what is asked for brings along what is wanted next."""
+    """Reads entries from a pool, together with the next planned entries."""
 
     def __init__(self, pool: Pool, note: Callable[[int], Note | None], plan: ReadPlan) -> None:
         self._pool = pool
@@ -48,10 +48,10 @@ class PoolReader:
         self._held: dict[int, StoredPayload | None] = {}
 
     def __call__(self, number: int) -> StoredPayload | None:
-        """Return the wanted rows of an entry, None if the pool has lost it.
+        """Return the planned rows of an entry, None if the pool has lost it.
 
         Raises:
-            PoolUnreachable: it may still be there.
+            PoolUnreachable: the pool may still have the entry.
         """
         if number not in self._held:
             if self._rows is None:
@@ -60,7 +60,7 @@ class PoolReader:
         return self._held.get(number)
 
     def _next_parts(self, number: int, rows: dict[int, tuple[int, int]]) -> list[_Part]:
-        """Return the part asked for and those that are wanted behind it, up to a request's size."""
+        """Return the requested part and the next planned parts, up to the size of a request."""
         wanted = list(rows)
         behind = wanted[wanted.index(number) + 1 :] if number in rows else []
         parts: list[_Part] = []
@@ -104,7 +104,7 @@ class PoolReader:
 
 
 def _rows(plan: ReadPlan) -> dict[int, tuple[int, int]]:
-    """Return (first row, row behind the last) of every entry, in the order in which they come."""
+    """Return (first row, end row) of every entry, in the order of the plan."""
     rows: dict[int, tuple[int, int]] = {}
     for number, first, _, count in plan.runs:
         held = rows.get(number, (first, first + count))

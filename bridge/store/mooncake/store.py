@@ -1,9 +1,9 @@
 """The Mooncake tier: payloads in a pool of memory, their journal in a local directory.
 
-The pool holds only payloads, for three reasons: Mooncake cannot list its keys, so a journal there
-could not be replayed; headers are small and many; and row checksums that lie elsewhere than the
-rows find what the pool has altered. What is acknowledged survives the daemon. It does not survive
-the processes whose memory it is in: their rows are then missing.
+The pool has only payloads, for three reasons. Mooncake cannot list its keys, so a start could not
+replay a journal there. Headers are small and many. Row checksums outside the pool detect rows that
+the pool has altered. Acknowledged records survive the daemon, but not the processes of the pool:
+rows in their memory are then missing.
 
 Journal and pool are written at the same time and an entry is held when both are. What a crash left
 half done is found at the next start: a header without payload is dropped, and payloads without
@@ -33,16 +33,16 @@ from bridge.wire.envelope import Buffer
 
 log = logging.getLogger(__name__)
 
-_MAX_ENTRIES = 4096  # of one append; a turn of the daemon has a few hundred
+_MAX_ENTRIES = 4096  # per append; a loop iteration of the daemon has a few hundred
 
 
 class MooncakeStore:
     """Payloads in the pool of ``master``; the journal in ``directory`` takes ``limit_bytes``.
 
-    An empty payload reads as none: the pool has no empty values.
+    An empty payload reads as None, because the pool has no empty values.
 
     Raises:
-        NoMooncake, PoolUnreachable: there is no pool.
+        NoMooncake, PoolUnreachable: the pool is not available.
         StoreBusy, SchemaMismatch, CorruptStore: see DiskStore.
     """
 
@@ -57,7 +57,7 @@ class MooncakeStore:
             self._journaler = ThreadPoolExecutor(1, "journal")
             self._next = self._journal.next
             self._pool_bytes = 0
-            self._undropped: list[int] = []
+            self._undeleted: list[int] = []
             self._settle(numbers)
         except BaseException:
             self._journal.close()
@@ -97,53 +97,53 @@ class MooncakeStore:
 
     @contextmanager
     def reader(self, plan: ReadPlan = WHOLE) -> Iterator[Reader]:
-        """Give the payload lookup; it raises PoolUnreachable."""
+        """Yield the payload lookup, which raises PoolUnreachable."""
         with self._notes() as note:
             yield PoolReader(self._pool, note, plan)
 
     def in_memory(self, numbers: Iterable[int]) -> list[memoryview] | None:
-        """Return nothing: the pool is memory of other processes."""
+        """Return None, because the pool is memory of other processes."""
         return None
 
     def delete(self, numbers: Sequence[int]) -> None:
-        """Give up entries; those that the pool does not remove now are tried again next time."""
-        numbers = [*self._undropped, *numbers]
+        """Delete entries; the next call tries again those that the pool did not remove."""
+        numbers = [*self._undeleted, *numbers]
         notes = self._noted(numbers)
         keys = [
             notes[number][0] if number in notes else self._key(number, self._opening)
             for number in numbers
         ]
         gone = self._removed(numbers, keys)
-        self._undropped = sorted(set(numbers) - set(gone))
+        self._undeleted = sorted(set(numbers) - set(gone))
         self._pool_bytes -= sum(notes[number][1] for number in set(gone) if number in notes)
         self._journal.delete(gone)
 
     def reserve(self, index_bytes: int) -> None:
-        """Do nothing: the index lies in memory."""
+        """Do nothing, because the index is in memory."""
 
     def replay(self, first: int = 0) -> Iterator[tuple[int, bytes]]:
-        """Yield (number, header) of every entry that is not being dropped, oldest first."""
-        undropped = set(self._undropped)
-        return (entry for entry in self._journal.replay(first) if entry[0] not in undropped)
+        """Yield (number, header) of every entry that is not being deleted, oldest first."""
+        undeleted = set(self._undeleted)
+        return (entry for entry in self._journal.replay(first) if entry[0] not in undeleted)
 
     def numbers(self) -> NDArray[np.int64]:
-        """Return the numbers of all entries that are not being dropped."""
-        return np.setdiff1d(self._journal.numbers(), np.array(self._undropped, dtype=np.int64))
+        """Return the numbers of all entries that are not being deleted."""
+        return np.setdiff1d(self._journal.numbers(), np.array(self._undeleted, dtype=np.int64))
 
     def position(self) -> Position | None:
-        """Return where the journal stands, None while entries are being dropped."""
-        return None if self._undropped else self._journal.position()
+        """Return the state of the journal, None while deletions are pending."""
+        return None if self._undeleted else self._journal.position()
 
     def read_checkpoint(self) -> Buffer | None:
         """Return the journal's checkpoint."""
         return self._journal.read_checkpoint()
 
     def checkpoint_room(self) -> int:
-        """Return what the journal has for it."""
+        """Return the journal's limit."""
         return self._journal.checkpoint_room()
 
     def write_checkpoint(self, content: Iterable[Buffer]) -> bool:
-        """Keep a checkpoint beside the journal."""
+        """Write a checkpoint beside the journal."""
         return self._journal.write_checkpoint(content)
 
     def usage(self) -> Usage:
@@ -151,13 +151,13 @@ class MooncakeStore:
         return replace(self._journal.usage(), pool_bytes=self._pool_bytes)
 
     def close(self) -> None:
-        """Leave the pool and let another daemon have the directory."""
+        """Leave the pool and unlock the directory."""
         self._journaler.shutdown()
         self._pool.close()
         self._journal.close()
 
     def _settle(self, numbers: Sequence[int]) -> None:
-        """Drop what was never acknowledged, and entries whose payload the pool has lost."""
+        """Delete unacknowledged payloads, and entries whose payload the pool has lost."""
         unknown = range(self._next, self._next + _MAX_ENTRIES)
         self._pool.remove([self._key(number, self._opening - 1) for number in unknown])
         notes = self._noted(numbers)
@@ -165,7 +165,7 @@ class MooncakeStore:
         lost = [number for number, there in zip(notes, present, strict=True) if not there]
         self._pool_bytes = sum(nbytes for _, nbytes in notes.values())
         if lost:
-            log.warning("%d of %d payloads are not in the pool any more", len(lost), len(notes))
+            log.warning("the pool has lost %d of %d payloads", len(lost), len(notes))
             self.delete(lost)
 
     def _noted(self, numbers: Iterable[int]) -> dict[int, tuple[str, int]]:
@@ -191,7 +191,7 @@ class MooncakeStore:
         try:
             gone = self._pool.remove(keys)
         except PoolUnreachable as error:
-            log.warning("%d dropped entries stay in the pool for now: %s", len(numbers), error)
+            log.warning("%d deleted entries stay in the pool for now: %s", len(numbers), error)
             return []
         return [number for number, removed in zip(numbers, gone, strict=True) if removed]
 

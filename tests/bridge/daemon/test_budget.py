@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bridge.client.client import TraceClient
 from bridge.daemon.memory.budget import Budget
-from bridge.daemon.memory.waiting import WaitingQuestions
+from bridge.daemon.memory.waiting import WaitingRequests
 from bridge.daemon.spawn import EmbeddedBridge
 from bridge.errors import TooManyRequests
 from bridge.layout import ModelShape, Part, RecordLayout, Site
@@ -36,9 +36,9 @@ def test_records_and_what_is_on_its_way_fit_the_limit(limit: int, clients: int) 
     budget = Budget.of(limit)
     if limit >= 16 * MIB:
         assert room_of(limit) + budget.answers <= limit
-        assert budget.questions + budget.lent + budget.turn <= limit // 4 + 64 * MIB
-    assert budget.least_share <= budget.share(clients) <= budget.answers
-    assert clients * budget.share(clients) <= max(budget.answers, clients * budget.least_share)
+        assert budget.requests + budget.shm + budget.batch <= limit // 4 + 64 * MIB
+    assert budget.min_share <= budget.share(clients) <= budget.answers
+    assert clients * budget.share(clients) <= max(budget.answers, clients * budget.min_share)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3000), st.booleans()), max_size=300))
@@ -46,7 +46,7 @@ def test_questions_wait_in_turn_and_none_pushes_out_another(
     story: list[tuple[int, int, bool]],
 ) -> None:
     budget = Budget.of(8 * MIB)
-    waiting = WaitingQuestions(budget)
+    waiting = WaitingRequests(budget)
     model: dict[bytes, list[bytes]] = {}
     for client, size, puts in story:
         peer, question = b"%d" % client, bytes(size)
@@ -62,7 +62,7 @@ def test_questions_wait_in_turn_and_none_pushes_out_another(
             if model[peer]:
                 assert waiting.peers()[-1] == peer
         assert set(waiting.peers()) == {peer for peer, held in model.items() if held}
-        assert waiting.nbytes <= budget.questions + 6 * (16 << 10)
+        assert waiting.nbytes <= budget.requests + 6 * (16 << 10)
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from bridge.daemon.fetch.answer import _page
 from bridge.daemon.fetch.gather import Chunk
-from bridge.daemon.fetch.landing import Landing
+from bridge.daemon.fetch.shm_writer import ShmWriter
 from bridge.daemon.memory import shared_memory
-from bridge.daemon.memory.shared_memory import Regions
+from bridge.daemon.memory.shared_memory import ShmSegments
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from bridge.transport.shared_memory import STAMP_BYTES, ShmSegment, stamped
 from bridge.wire import BufferHandle, PageRows
@@ -64,22 +64,22 @@ def _rows(*fill: int, begin: int = 0, width: int = 8) -> PageRows:
 def test_a_region_is_opened_once_for_all_places_and_questions(
     lend: Callable[[], BufferHandle], opens: list[str]
 ) -> None:
-    held, place = Regions(), lend()
+    held, place = ShmSegments(), lend()
     other = replace(place, offset=place.offset - _PAGE)
     for _ in range(3):
         for each in (place, other):
-            landing = held.landing(b"a", each, next(_SEQS))
-            assert landing is not None
-            assert landing.nbytes == STAMP_BYTES + _PAGE
+            target = held.target(b"a", each, next(_SEQS))
+            assert target is not None
+            assert target.nbytes == STAMP_BYTES + _PAGE
     assert opens == [place.key]
 
 
 def test_a_new_region_takes_the_place_of_a_clients_old_one(
     lend: Callable[[], BufferHandle], opens: list[str]
 ) -> None:
-    held, old, new, of_another = Regions(), lend(), lend(), lend()
+    held, old, new, of_another = ShmSegments(), lend(), lend(), lend()
     for peer, place in ((b"a", old), (b"b", of_another), (b"a", new), (b"b", of_another)):
-        assert held.landing(peer, place, next(_SEQS)) is not None
+        assert held.target(peer, place, next(_SEQS)) is not None
     assert opens == [old.key, of_another.key, new.key]
     assert len(held._open) == 2
 
@@ -87,15 +87,15 @@ def test_a_new_region_takes_the_place_of_a_clients_old_one(
 def test_what_is_out_of_reach_is_not_tried_with_every_question(
     lend: Callable[[], BufferHandle], opens: list[str]
 ) -> None:
-    held, lost = Regions(), replace(lend(), key="0" * 32)
-    assert [held.landing(b"a", lost, next(_SEQS)) for _ in range(3)] == [None] * 3
+    held, lost = ShmSegments(), replace(lend(), key="0" * 32)
+    assert [held.target(b"a", lost, next(_SEQS)) for _ in range(3)] == [None] * 3
     assert opens == [lost.key]
-    assert held.landing(b"a", lend(), next(_SEQS)) is not None
+    assert held.target(b"a", lend(), next(_SEQS)) is not None
 
 
 def test_without_a_place_nothing_is_opened(opens: list[str]) -> None:
-    held = Regions()
-    assert held.landing(b"a", None, next(_SEQS)) is None
+    held = ShmSegments()
+    assert held.target(b"a", None, next(_SEQS)) is None
     assert not opens
     assert not held._open
 
@@ -105,13 +105,13 @@ def test_no_more_regions_are_held_than_stated_and_the_longest_unused_goes(
 ) -> None:
     assert shared_memory._MAX_OPEN == 64
     monkeypatch.setattr(shared_memory, "_MAX_OPEN", 3)
-    held, places = Regions(), [lend() for _ in range(4)]
+    held, places = ShmSegments(), [lend() for _ in range(4)]
     for number in (0, 1, 2, 0, 3):  # 1 is the longest unused when 3 comes
-        assert held.landing(bytes([number]), places[number], next(_SEQS)) is not None
+        assert held.target(bytes([number]), places[number], next(_SEQS)) is not None
     assert list(held._open) == [b"\2", b"\0", b"\3"]
     opens.clear()
     for number in (2, 0, 3, 1):
-        assert held.landing(bytes([number]), places[number], next(_SEQS)) is not None
+        assert held.target(bytes([number]), places[number], next(_SEQS)) is not None
     assert opens == [places[1].key]
 
 
@@ -120,18 +120,18 @@ def test_regions_that_are_not_used_are_let_go(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("bridge.daemon.memory.shared_memory.time.monotonic", lambda: now[0])
-    held, idle, busy = Regions(), lend(), lend()
-    held.landing(b"idle", idle, next(_SEQS))
-    held.landing(b"busy", busy, next(_SEQS))
-    held.landing(b"lost", replace(busy, key="0" * 32), next(_SEQS))
+    held, idle, busy = ShmSegments(), lend(), lend()
+    held.target(b"idle", idle, next(_SEQS))
+    held.target(b"busy", busy, next(_SEQS))
+    held.target(b"lost", replace(busy, key="0" * 32), next(_SEQS))
     now[0] += shared_memory._IDLE_S * 0.6
-    held.landing(b"busy", busy, next(_SEQS))
+    held.target(b"busy", busy, next(_SEQS))
     held.tick()
     assert set(held._open) == {b"idle", b"busy", b"lost"}
     now[0] += shared_memory._IDLE_S * 0.6
     held.tick()
     assert set(held._open) == {b"busy"}
-    assert held.landing(b"idle", idle, next(_SEQS)) is not None
+    assert held.target(b"idle", idle, next(_SEQS)) is not None
 
 
 @pytest.mark.parametrize(
@@ -141,10 +141,10 @@ def test_regions_that_are_not_used_are_let_go(
 def test_a_place_beyond_the_region_is_none(
     lend: Callable[[], BufferHandle], offset: int, nbytes: int
 ) -> None:
-    held, place = Regions(), lend()
-    assert held.landing(b"a", replace(place, offset=offset, nbytes=nbytes), next(_SEQS)) is None
+    held, place = ShmSegments(), lend()
+    assert held.target(b"a", replace(place, offset=offset, nbytes=nbytes), next(_SEQS)) is None
     assert (
-        held.landing(b"a", replace(place, offset=_PAGE, nbytes=_REST - STAMP_BYTES), next(_SEQS))
+        held.target(b"a", replace(place, offset=_PAGE, nbytes=_REST - STAMP_BYTES), next(_SEQS))
         is not None
     )
 
@@ -158,11 +158,11 @@ def _piece(begin: int, valid: list[bool], rows: list[bytes]) -> Chunk:
 
 def test_pieces_are_written_behind_each_other_and_told_with_the_places_stamp() -> None:
     memory = memoryview(bytearray(STAMP_BYTES + 100))
-    landing = Landing(memory[10 : STAMP_BYTES + 90])
-    first = landing.take(_rows(1, 2))
-    second = landing.put(Part.FORWARD, _piece(2, [True, False, True], [b"abcdef", b"ghijkl"]))
-    empty = landing.put(Part.FORWARD, _piece(5, [False] * 4, []))
-    third = landing.take(_rows(3, begin=9))
+    writer = ShmWriter(memory[10 : STAMP_BYTES + 90])
+    first = writer.take(_rows(1, 2))
+    second = writer.put(Part.FORWARD, _piece(2, [True, False, True], [b"abcdef", b"ghijkl"]))
+    empty = writer.put(Part.FORWARD, _piece(5, [False] * 4, []))
+    third = writer.take(_rows(3, begin=9))
     written = [bytes([1] * 8 + [2] * 8), b"abcdefghijkl", b"", bytes([3] * 8)]
     assert bytes(memory[:10]) == bytes(10)
     assert bytes(memory[10 + STAMP_BYTES :]) == b"".join(written) + bytes(90 - 36)
@@ -175,19 +175,19 @@ def test_pieces_are_written_behind_each_other_and_told_with_the_places_stamp() -
 
 def test_a_place_has_its_new_stamp_before_anything_is_written_there() -> None:
     memory = memoryview(bytearray(STAMP_BYTES + 100))
-    told = Landing(memory).take(_rows(1, 2))
+    told = ShmWriter(memory).take(_rows(1, 2))
     assert stamped(memory) == told.stamp
-    again = Landing(memory)
+    again = ShmWriter(memory)
     assert stamped(memory) != told.stamp
     assert again.take(_rows(1, 2)).stamp == stamped(memory)
 
 
 def test_nothing_is_ever_written_behind_a_place() -> None:
     memory = memoryview(bytearray(STAMP_BYTES + 100))
-    landing = Landing(memory[: STAMP_BYTES + 20])
-    landing.take(_rows(1, 2))
+    writer = ShmWriter(memory[: STAMP_BYTES + 20])
+    writer.take(_rows(1, 2))
     with pytest.raises(ValueError, match="memoryview assignment"):
-        landing.take(_rows(3))
+        writer.take(_rows(3))
     assert not any(memory[STAMP_BYTES + 16 :])
 
 
@@ -220,8 +220,8 @@ def _layouts(draw: st.DrawFn) -> RecordLayout:
 def test_the_rows_of_a_page_fit_the_place_that_is_lent_for_them(
     layout: RecordLayout, nbytes: int, start: int, count: int
 ) -> None:
-    landing = Landing(memoryview(bytearray(STAMP_BYTES + nbytes)))
-    page = _page(start, start + count, layout, landing)
+    writer = ShmWriter(memoryview(bytearray(STAMP_BYTES + nbytes)))
+    page = _page(start, start + count, layout, writer)
     assert page.start == start
     assert page.stop - start >= min(1, count)
     one = layout.bytes_per_token()

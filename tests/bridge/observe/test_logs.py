@@ -85,7 +85,7 @@ def test_by_default_a_daemon_logs_warnings_as_text(
         r"and 7 K/V rows so far",
         lines[0],
     )
-    assert "a message is refused: this is not a bridge message" in lines[1]
+    assert "the daemon refuses a message: this is not a bridge message" in lines[1]
 
 
 def test_a_full_store_is_told_when_it_begins_and_when_it_ends(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from bridge.client.client import TraceClient
-from bridge.daemon.memory.shared_memory import Regions
+from bridge.daemon.memory.shared_memory import ShmSegments
 from bridge.daemon.spawn import EmbeddedBridge
 from bridge.errors import CorruptMessage, ShmUnreachable
 from bridge.layout import Part, RecordLayout
@@ -49,7 +49,7 @@ def in_shm(sender: ShmSender, rows: Rows) -> RowsInShm:
 
 
 def test_the_bridge_reads_what_was_put(sender: ShmSender) -> None:
-    segments = Regions()
+    segments = ShmSegments()
     for salt in range(10):
         rows = rows_of(BUFFER - salt, salt)
         message = in_shm(sender, rows)
@@ -61,7 +61,7 @@ def test_the_bridge_reads_what_was_put(sender: ShmSender) -> None:
 
 def test_what_was_read_stays_when_the_place_is_used_again(sender: ShmSender) -> None:
     first = in_shm(sender, rows_of(BUFFER, 1))
-    read = Regions().rows(PEER, first)
+    read = ShmSegments().rows(PEER, first)
     sender.release(first)
     in_shm(sender, rows_of(BUFFER, 2))
     np.testing.assert_array_equal(read.payload, rows_of(BUFFER, 1).payload)
@@ -95,7 +95,7 @@ def test_a_place_is_used_again_when_its_neighbours_are_answered_too(sender: ShmS
 @settings(max_examples=50, deadline=None)
 def test_no_place_is_lent_twice_and_late_copies_are_found_out(steps: list[int]) -> None:
     """A step puts a message of one of a few sizes, or takes one of those back that wait."""
-    segments, waiting, answered = Regions(), list[tuple[RowsInShm, Rows]](), list[RowsInShm]()
+    segments, waiting, answered = ShmSegments(), list[tuple[RowsInShm, Rows]](), list[RowsInShm]()
     with closing(ShmSender(WINDOW, BUFFER)) as sender:
         for salt, step in enumerate(steps):
             if step > 7 and waiting:
@@ -122,7 +122,7 @@ def test_late_copies_are_found_out_before_anything_else_is_written(sender: ShmSe
         sender.release(message)
     for message in messages:
         with pytest.raises(CorruptMessage, match="another stamp"):
-            Regions().rows(PEER, message)
+            ShmSegments().rows(PEER, message)
 
 
 def overlap(one: RowsInShm, other: RowsInShm) -> bool:
@@ -143,14 +143,14 @@ def test_a_copy_that_comes_when_the_place_is_used_again_is_found_out(sender: Shm
     sender.release(first)
     in_shm(sender, rows_of(BUFFER, 2))
     with pytest.raises(CorruptMessage, match="another stamp"):
-        Regions().rows(PEER, first)
+        ShmSegments().rows(PEER, first)
 
 
 def test_memory_of_a_process_that_is_gone_is_out_of_reach(sender: ShmSender) -> None:
     message = in_shm(sender, rows_of(BUFFER))
     gone = msgspec.structs.replace(message, buffer=replace(message.buffer, pid=(1 << 22) + 1))
     with pytest.raises(ShmUnreachable, match="send the rows through the socket"):
-        Regions().rows(PEER, gone)
+        ShmSegments().rows(PEER, gone)
 
 
 # --- with a bridge

@@ -1,4 +1,4 @@
-"""Rows written into a client's memory instead of being sent."""
+"""Writes rows to a client's shared memory instead of the socket."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from bridge.wire import PageRows, ShmPageRows
 from bridge.wire.fields import wire_bytes
 
 
-class Landing:
-    """A place for the rows of one page, one chunk after the other."""
+class ShmWriter:
+    """Writes the rows of one page to a buffer, one chunk after the other."""
 
     def __init__(self, memory: memoryview) -> None:
         self._stamp = stamp(memory)
@@ -22,16 +22,16 @@ class Landing:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes of rows fit."""
+        """Bytes of rows that fit into the buffer."""
         return len(self._rows)
 
     def put(self, part: Part, chunk: Chunk) -> ShmPageRows:
-        """Write the rows of a chunk; return what tells the client of them."""
+        """Write the rows of a chunk; return the message that describes them."""
         nbytes = chunk.copy_to(self._rows[self._at :])
         return self._described(part, chunk.begin, chunk.valid, chunk.selected, nbytes)
 
     def take(self, rows: PageRows) -> ShmPageRows:
-        """Write rows that are joined already."""
+        """Write rows that are already joined; return the message that describes them."""
         nbytes = rows.nbytes
         self._rows[self._at : self._at + nbytes] = wire_bytes(rows.rows, np.uint8)
         return self._described(rows.part, rows.begin, rows.valid, rows.rows.shape[1], nbytes)
