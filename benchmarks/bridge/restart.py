@@ -26,7 +26,7 @@ import typer
 
 from benchmarks.bridge.peers import cpu_seconds, resident_bytes
 from benchmarks.command_line import command_line
-from bridge.daemon.checkpoints import most_behind
+from bridge.daemon.checkpoints import max_behind
 from bridge.index import Catalog
 from bridge.index.checkpoint import Checkpoint
 from bridge.layout import ModelShape, Part, RecordLayout, Site
@@ -76,7 +76,7 @@ def main(
             _make(directory / "store", entries)
             (directory / "store" / "index").rename(directory / "whole")
             (directory / "store" / "index.old").rename(directory / "oldest")
-        behind = most_behind(entries)
+        behind = max_behind(entries)
         kinds = {"whole": 0, "oldest": min(behind, entries), "missing": entries}
         starts = []
         for kind, replayed in kinds.items():
@@ -104,7 +104,7 @@ def main(
 def _make(directory: Path, entries: int) -> None:
     """Make a store, its checkpoint ``index``, and ``index.old``, the oldest that it may have."""
     store, catalog = DiskStore(directory, _LIMIT, sync=False), Catalog()
-    oldest = max(0, entries - most_behind(entries))
+    oldest = max(0, entries - max_behind(entries))
     for begin in range(0, entries, _BATCH):
         numbers = range(begin, min(begin + _BATCH, entries))
         messages = [_message(number) for number in numbers]

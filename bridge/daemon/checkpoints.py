@@ -18,7 +18,7 @@ _TIME_PART = 20
 _COPIES = 4  # of the index must fit into memory, or the daemon takes no checkpoint
 
 
-def most_behind(entries: int) -> int:
+def max_behind(entries: int) -> int:
     """Return the maximum number of entries that a start replays of a journal."""
     return max(_MAX_BEHIND, entries // _MAX_BEHIND_PART)
 
@@ -60,7 +60,7 @@ class Checkpoints:
         behind = position.next - self._written.next
         if quiet:
             return behind >= _WORTH_IT or position.deletions != self._written.deletions
-        return behind >= most_behind(position.next)
+        return behind >= max_behind(position.next)
 
     def _is_busy(self) -> bool:
         is_written = self._writing is None or self._writing.done()

@@ -110,15 +110,15 @@ class Retention:
         pins, usage = self._catalog.pins, self._store.usage()
         new = [name for name in set(names) if name not in pins]
         limit = min(limit for limit in (usage.memory_limit, usage.disk_limit, 1 << 40) if limit)
-        most = max(limit // 64, _MIN_PIN_BYTES)
+        max_bytes = max(limit // 64, _MIN_PIN_BYTES)
         if len(pins) + len(new) > _MAX_PINS:
             raise StoreFull(
                 f"{_MAX_PINS} trajectories can be pinned at a time, and these would be more; "
                 "unpin some, or wait for their leases to end"
             )
-        if pins.nbytes + sum(map(cost, new)) > most:
+        if pins.nbytes + sum(map(cost, new)) > max_bytes:
             raise StoreFull(
-                f"the names of pinned trajectories may take {most} bytes and these would take "
+                f"the names of pinned trajectories may take {max_bytes} bytes and these would take "
                 "more; unpin some, wait for leases to end, or raise --memory-limit"
             )
 

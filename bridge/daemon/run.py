@@ -94,9 +94,9 @@ def serve_until_stopped(
 
 def _take_all_files() -> None:
     """Raise the limit of open files to the maximum, because every client needs one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class Journal:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Reported:
     """A trajectory message: positions [0, stop), the state and the row at position 0."""
 
     seq: int
@@ -81,8 +81,8 @@ class Promises:
     """
 
     rows: dict[Part, NDArray[np.bool_]]
-    sent: defaultdict[str, list[Told]] = field(default_factory=lambda: defaultdict(list))
-    told: defaultdict[str, list[Told]] = field(default_factory=lambda: defaultdict(list))
+    sent: defaultdict[str, list[Reported]] = field(default_factory=lambda: defaultdict(list))
+    told: defaultdict[str, list[Reported]] = field(default_factory=lambda: defaultdict(list))
     marks: list[str] = field(default_factory=list)
 
     @property
@@ -122,8 +122,8 @@ def _promise(promises: Promises, line: dict[str, Any]) -> None:
         promises.told[line["trajectory"]].append(_told(line))
 
 
-def _told(line: dict[str, Any]) -> Told:
-    return Told(line["seq"], line["stop"], line["state"], line["first_row"])
+def _told(line: dict[str, Any]) -> Reported:
+    return Reported(line["seq"], line["stop"], line["state"], line["first_row"])
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

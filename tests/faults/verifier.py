@@ -14,7 +14,7 @@ from bridge.errors import UnknownTrajectory
 from bridge.layout import Part
 from tests.faults.engine import Stream
 from tests.faults.expected import LAYOUT, Expected
-from tests.faults.journal import Promises, Told
+from tests.faults.journal import Promises, Reported
 from tests.faults.outcome import Outcome
 
 _POSITIONS = 16_384  # of one fetch
@@ -84,7 +84,7 @@ def _origin_is_right(
     return answer
 
 
-def _named(told: list[Told], sent: list[Told]) -> int:
+def _named(told: list[Reported], sent: list[Reported]) -> int:
     """Return the end of the positions whose first telling is promised and names rows that are sent.
 
     One that names rows computed anew, which are never sent, comes first where an engine that may
@@ -112,7 +112,9 @@ def _missing(records: TrajectoryRecords, promises: Promises, stop: int) -> int:
     return missing
 
 
-def _misreported(records: TrajectoryRecords, told: list[Told], sent: list[Told]) -> list[str]:
+def _misreported(
+    records: TrajectoryRecords, told: list[Reported], sent: list[Reported]
+) -> list[str]:
     """The state must be the last promised one or one that was sent after it."""
     if not told:
         return []

@@ -159,11 +159,11 @@ class RowMap:
             return leaves * self._leaf_bytes
         numbers_N = rows_N >> _LEAF_BITS
         heads = np.concatenate(([0], np.flatnonzero(numbers_N[1:] != numbers_N[:-1]) + 1))
-        most = len(heads)
-        if most > _FEW_LEAVES:
+        leaves = len(heads)
+        if leaves > _FEW_LEAVES:
             numbers = set(numbers_N[heads].tolist())
-            most = len(numbers - self._leaf_at.keys()) - len(self._free)
-        return max(0, most) * self._leaf_bytes
+            leaves = len(numbers - self._leaf_at.keys()) - len(self._free)
+        return max(0, leaves) * self._leaf_bytes
 
     def nbytes(self) -> int:
         """Return the bytes that the map takes: leaves are reused, but never freed."""

@@ -139,10 +139,10 @@ class DiskStore:
         needed = sum(_entry_space(entry) for _, entry in numbered)
         reserved = all(entry.reserved for _, entry in numbered)
         frees_space = reserved and all(entry.frees_space for _, entry in numbered)
-        most = (
+        limit = (
             self.room.steps if frees_space else self.room.reserved if reserved else self.room.rows
         )
-        if self._live + needed > most:
+        if self._live + needed > limit:
             raise StoreFull(self._over_limit())
 
         def put(txn: Any) -> None:

@@ -14,7 +14,7 @@ from bridge.cli.app import app
 from bridge.cli.patience import waiting_for
 
 
-class Told(io.StringIO):
+class WatchedOutput(io.StringIO):
     """A stderr that one can wait on."""
 
     def __init__(self) -> None:
@@ -28,11 +28,11 @@ class Told(io.StringIO):
 
 
 def test_a_long_wait_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told()
-    monkeypatch.setattr(sys, "stderr", told)
+    output = WatchedOutput()
+    monkeypatch.setattr(sys, "stderr", output)
     with waiting_for("the bridge at tcp://127.0.0.1:1", 30):
-        assert told.heard.wait(60)
-    assert told.getvalue().startswith("waiting up to 30 s for the bridge at tcp://127.0.0.1:1 ")
+        assert output.heard.wait(60)
+    assert output.getvalue().startswith("waiting up to 30 s for the bridge at tcp://127.0.0.1:1 ")
 
 
 def test_a_short_wait_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ Position = tuple[int, str, int]
 
 
 @dataclass(frozen=True)
-class Told:
+class Reported:
     """A message that tells a whole trajectory; ``seq`` is when its engine sent it."""
 
     seq: int
@@ -31,7 +31,7 @@ class Told:
     engine: str = "a"
 
 
-def told(messages: Sequence[Told]) -> tuple[Catalog, dict[int, Told]]:
+def applied(messages: Sequence[Reported]) -> tuple[Catalog, dict[int, Reported]]:
     """Apply messages in this order; return what came of them and which entry each is."""
     catalog, entries = Catalog(), {}
     for number, engine in enumerate(("a", "b")):
@@ -42,7 +42,7 @@ def told(messages: Sequence[Told]) -> tuple[Catalog, dict[int, Told]]:
     return catalog, entries
 
 
-def apply(catalog: Catalog, message: Told, number: int) -> None:
+def apply(catalog: Catalog, message: Reported, number: int) -> None:
     columns = np.array(message.tokens, np.int32), np.array(message.rows, np.int64)
     state = TrajectoryState.FINISHED
     sent = Trajectory(
@@ -61,56 +61,61 @@ def content(catalog: Catalog) -> list[Position]:
 
 
 def test_a_new_rollout_replaces_the_old_one_whole_also_where_the_tokens_are_the_same() -> None:
-    old = Told(1, 1, False, [1, 2, 3, 4], [0, 1, 2, -1])
-    new = Told(2, 2, False, [1, 2, 3], [10, 11, -1])
-    assert content(told([old, new])[0]) == [(1, "a", 10), (2, "a", 11), (3, "", -1)]
+    old = Reported(1, 1, False, [1, 2, 3, 4], [0, 1, 2, -1])
+    new = Reported(2, 2, False, [1, 2, 3], [10, 11, -1])
+    assert content(applied([old, new])[0]) == [(1, "a", 10), (2, "a", 11), (3, "", -1)]
 
 
 def test_a_rollout_that_continues_keeps_the_rows_that_sampled_its_tokens() -> None:
-    old = Told(1, 1, False, [1, 2, 3], [0, 1, -1])
-    turn = Told(2, 2, True, [1, 2, 3, 4], [10, 11, 12, -1])
-    assert content(told([old, turn])[0]) == [(1, "a", 0), (2, "a", 1), (3, "a", 12), (4, "", -1)]
+    old = Reported(1, 1, False, [1, 2, 3], [0, 1, -1])
+    turn = Reported(2, 2, True, [1, 2, 3, 4], [10, 11, 12, -1])
+    assert content(applied([old, turn])[0]) == [(1, "a", 0), (2, "a", 1), (3, "a", 12), (4, "", -1)]
 
 
 def test_messages_of_one_rollout_merge_whether_it_continues_or_not() -> None:
-    begun = Told(1, 1, False, [1, 2, 3], [0, 1, -1])
-    resumed = Told(2, 1, False, [1, 2, 3, 4], [10, 11, 12, -1])
-    assert content(told([begun, resumed])[0])[:3] == [(1, "a", 0), (2, "a", 1), (3, "a", 12)]
+    begun = Reported(1, 1, False, [1, 2, 3], [0, 1, -1])
+    resumed = Reported(2, 1, False, [1, 2, 3, 4], [10, 11, 12, -1])
+    assert content(applied([begun, resumed])[0])[:3] == [(1, "a", 0), (2, "a", 1), (3, "a", 12)]
 
 
 def test_a_late_message_of_a_replaced_rollout_is_ignored_and_its_entry_given_up() -> None:
-    new = Told(2, 2, False, [1, 2, 5], [10, 11, -1])
-    late = Told(1, 1, False, [1, 2, 3, 4], [0, 1, 2, -1])
-    catalog, entries = told([new, late])
-    assert content(catalog) == content(told([new])[0])
+    new = Reported(2, 2, False, [1, 2, 5], [10, 11, -1])
+    late = Reported(1, 1, False, [1, 2, 3, 4], [0, 1, 2, -1])
+    catalog, entries = applied([new, late])
+    assert content(catalog) == content(applied([new])[0])
     assert [entries[number] for number in catalog.superseded] == [late]
 
 
 def test_another_engines_rollout_replaces_and_what_it_replaced_does_not_come_back() -> None:
-    first = Told(1, 7, False, [1, 2, 3], [0, 1, -1], "a")
-    other = Told(1, 1, False, [1, 2, 4], [0, 1, -1], "b")
-    late = Told(2, 7, False, [1, 2, 3, 9], [0, 1, 2, -1], "a")
-    newer = Told(3, 8, False, [1, 2, 6], [5, 6, -1], "a")
-    assert content(told([first, other, late])[0]) == content(told([other])[0])
-    assert content(told([first, other, late, newer])[0]) == content(told([newer])[0])
+    first = Reported(1, 7, False, [1, 2, 3], [0, 1, -1], "a")
+    other = Reported(1, 1, False, [1, 2, 4], [0, 1, -1], "b")
+    late = Reported(2, 7, False, [1, 2, 3, 9], [0, 1, 2, -1], "a")
+    newer = Reported(3, 8, False, [1, 2, 6], [5, 6, -1], "a")
+    assert content(applied([first, other, late])[0]) == content(applied([other])[0])
+    assert content(applied([first, other, late, newer])[0]) == content(applied([newer])[0])
 
 
 def test_a_turn_on_another_engine_keeps_both_engines_rows() -> None:
-    first = Told(1, 7, False, [1, 2, 3], [0, 1, -1], "a")
-    turn = Told(1, 1, True, [1, 2, 3, 4], [0, 1, 2, -1], "b")
-    assert content(told([first, turn])[0]) == [(1, "a", 0), (2, "a", 1), (3, "b", 2), (4, "", -1)]
+    first = Reported(1, 7, False, [1, 2, 3], [0, 1, -1], "a")
+    turn = Reported(1, 1, True, [1, 2, 3, 4], [0, 1, 2, -1], "b")
+    assert content(applied([first, turn])[0]) == [
+        (1, "a", 0),
+        (2, "a", 1),
+        (3, "b", 2),
+        (4, "", -1),
+    ]
 
 
 def test_an_engine_that_does_not_number_its_requests_merges() -> None:
-    first = Told(1, 0, False, [1, 2, 3], [0, 1, -1])
-    again = Told(2, 0, False, [1, 2, 3, 4], [10, 11, 12, -1])
-    assert content(told([first, again])[0])[:3] == [(1, "a", 0), (2, "a", 1), (3, "a", 12)]
+    first = Reported(1, 0, False, [1, 2, 3], [0, 1, -1])
+    again = Reported(2, 0, False, [1, 2, 3, 4], [10, 11, 12, -1])
+    assert content(applied([first, again])[0])[:3] == [(1, "a", 0), (2, "a", 1), (3, "a", 12)]
 
 
 @st.composite
-def histories(draw: st.DrawFn, engines: int = 1) -> list[Told]:
+def histories(draw: st.DrawFn, engines: int = 1) -> list[Reported]:
     """Messages in the order in which engines sent them; all sampled tokens differ."""
-    messages: list[Told] = []
+    messages: list[Reported] = []
     tokens: list[int] = []
     fresh, row, rollouts = 100, 0, {"a": 0, "b": 0}
     for seq in range(1, 1 + draw(st.integers(1, 6))):
@@ -128,23 +133,25 @@ def histories(draw: st.DrawFn, engines: int = 1) -> list[Told]:
         tokens = [*tokens, *range(fresh, fresh + grown)]
         rows = [*range(row, row + len(tokens) - 1), -1]
         fresh, row = fresh + grown, row + len(tokens)
-        messages.append(Told(seq, rollouts[engine], continues, tokens, rows, engine))
+        messages.append(Reported(seq, rollouts[engine], continues, tokens, rows, engine))
     return messages
 
 
 @given(histories(), st.data())
 def test_rollouts_of_an_engine_give_the_same_trajectory_in_any_order(
-    messages: list[Told], data: st.DataObject
+    messages: list[Reported], data: st.DataObject
 ) -> None:
     arrived = data.draw(st.permutations(messages))
-    assert content(told(arrived)[0]) == content(told(messages)[0])
+    assert content(applied(arrived)[0]) == content(applied(messages)[0])
 
 
 @given(histories(engines=2), st.data())
-def test_no_row_of_a_replaced_rollout_is_served(messages: list[Told], data: st.DataObject) -> None:
+def test_no_row_of_a_replaced_rollout_is_served(
+    messages: list[Reported], data: st.DataObject
+) -> None:
     arrived = data.draw(st.permutations(messages))
     last = max(at for at, m in enumerate(arrived) if not m.continues)
-    catalog, _ = told(arrived)
+    catalog, _ = applied(arrived)
     served = {(engine, row) for _, engine, row in content(catalog) if row >= 0}
     for engine in "ab":
         rollouts = [m.rollout for m in arrived if m.engine == engine and not m.continues]
@@ -157,12 +164,12 @@ def test_no_row_of_a_replaced_rollout_is_served(messages: list[Told], data: st.D
 
 @given(histories(engines=2), st.data())
 def test_a_restart_gives_the_same_trajectory_and_goes_on_alike(
-    messages: list[Told], data: st.DataObject
+    messages: list[Reported], data: st.DataObject
 ) -> None:
     arrived = data.draw(st.permutations(messages))
     cut = data.draw(st.integers(1, len(arrived)))
-    catalog, entries = told(arrived[:cut])
-    again, _ = told([])
+    catalog, entries = applied(arrived[:cut])
+    again, _ = applied([])
     for number, message in entries.items():
         if number not in catalog.superseded:
             apply(again, message, number)
