@@ -1,4 +1,4 @@
-"""The one part of this project that pip compiles; without a C compiler it does without."""
+"""pip compiles one optional module; without a C compiler a Python function replaces it."""
 
 from setuptools import Extension, setup
 

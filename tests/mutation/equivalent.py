@@ -41,9 +41,9 @@ REASONS: dict[str, dict[str, str]] = {
         "row_bytes = row_bytes or rows.nbytes or 2": "The step of a range over no bytes.",
     },
     "megatron_trace/records/aligned_rows.py": {
-        "for record, locations_P in zip(records, placement.sequences, strict=None):": _COUNTED,
-        "for record, locations_P in zip(records, placement.sequences, strict=False):": _COUNTED,
-        "for record, locations_P in zip(records, placement.sequences, ):": _COUNTED,
+        "for record, places_P in zip(records, placement.sequences, strict=None):": _COUNTED,
+        "for record, places_P in zip(records, placement.sequences, strict=False):": _COUNTED,
+        "for record, places_P in zip(records, placement.sequences, ):": _COUNTED,
         "accepted = accepts[record.weight_version_index.to(None)]": (
             "Our release of torch takes int32 indices too; older ones need int64."
         ),

@@ -1,7 +1,7 @@
-/* bridge.daemon.fetch._rows: `copy_rows` of bridge/daemon/fetch/copy_rows.py, which says what it does, in C.
+/* bridge.daemon.fetch._rows: the C version of `copy_rows` in bridge/daemon/fetch/copy_rows.py.
 
-   The rows of a decoded trajectory lie in as many messages as it has tokens. In Python every one of
-   them costs a view, a slice and a copy; here only the copy. */
+   A decoded trajectory has one row in each of as many messages as it has tokens. In Python every row
+   costs a view, a slice and a copy; in C only the copy. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -13,7 +13,7 @@ typedef struct {
     Py_ssize_t row_bytes, selected, column_count;
 } Plan;
 
-/* Where the columns are: in order, within a row. Returns the bytes of all, -1 if they are not. */
+/* Returns the bytes of all columns, -1 if they are not in order or not within a row. */
 static Py_ssize_t selected_bytes(const Plan *plan)
 {
     Py_ssize_t selected = 0;
