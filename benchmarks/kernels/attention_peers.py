@@ -49,6 +49,7 @@ class Peer:
 
 def prepare_ours(inputs: Inputs) -> Call:
     from sglang_trace.attention.decode import PagedDecode
+    from sglang_trace.attention.paged_kv import PagedKV
 
     case = inputs.case
     attend = PagedDecode(
@@ -59,22 +60,24 @@ def prepare_ours(inputs: Inputs) -> Call:
         device=inputs.q.device,
     )
 
-    def call(which: int) -> object:
-        return attend(
-            inputs.q,
+    pages = [
+        PagedKV(
             inputs.k_codes,
             inputs.k_scales,
             inputs.v_codes,
             inputs.v_scales,
-            table_RT=inputs.tables[which],
-            rows_B=inputs.rows,
-            lengths_B=inputs.lengths,
-            page_size=case.page_size,
-            k_scale=K_SCALE,
-            v_scale=V_SCALE,
-            sm_scale=inputs.sm_scale,
-            out_BHD=inputs.out,
+            table_RE,
+            inputs.rows,
+            inputs.lengths,
+            case.page_size,
+            K_SCALE,
+            V_SCALE,
         )
+        for table_RE in inputs.tables
+    ]
+
+    def call(which: int) -> object:
+        return attend(inputs.q, pages[which], sm_scale=inputs.sm_scale, out_BHD=inputs.out)
 
     return call
 

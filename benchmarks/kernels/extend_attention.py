@@ -32,7 +32,8 @@ from bridge.fp4.nvfp4 import NVFP4_BLOCK
 from sglang_trace.attention import extend_flash
 from sglang_trace.attention.extend import extend_attention
 from sglang_trace.attention.extend_pieces import pieces_of
-from sglang_trace.attention.reference import PagedKV, attend
+from sglang_trace.attention.paged_kv import PagedKV
+from sglang_trace.attention.reference import attend
 from sglang_trace.kernels.kv.dequantize import dequantize_keys_and_values
 
 Call = Callable[[], Tensor]
@@ -145,13 +146,8 @@ class Inputs:
 def prepare_ours(inputs: Inputs) -> Call:
     return lambda: extend_flash.extend_flash(
         inputs.q_THD,
-        *inputs.stored(),
-        table_RE=inputs.kv.table_RE,
-        rows_B=inputs.kv.rows_B,
-        pieces=inputs.pieces,
-        page_size=1,
-        k_scale=K_SCALE,
-        v_scale=V_SCALE,
+        inputs.kv,
+        inputs.pieces,
         sm_scale=inputs.sm_scale,
         out_THD=inputs.out_THD,
     )
@@ -163,16 +159,10 @@ def prepare_triton(inputs: Inputs) -> Call:
     starts_B = new_B.cumsum(0) - new_B
     return lambda: extend_attention(
         inputs.q_THD,
-        *inputs.stored(),
-        table_RE=kv.table_RE,
-        rows_B=kv.rows_B,
-        lengths_B=kv.lengths_B,
+        kv,
         starts_B=starts_B,
         new_B=new_B,
-        most_new=case.new,
-        page_size=1,
-        k_scale=K_SCALE,
-        v_scale=V_SCALE,
+        max_new=case.new,
         sm_scale=inputs.sm_scale,
         out_THD=inputs.out_THD,
     )
@@ -239,7 +229,7 @@ def measure_dequantize(table: Table, inputs: Inputs) -> None:
             table_RE=inputs.kv.table_RE,
             rows_B=inputs.kv.rows_B,
             starts_S=piece.k_starts_S,
-            most_keys=piece.most_keys,
+            max_keys=piece.max_keys,
             heads=piece.heads,
             page_size=1,
             k_NhD=scratch_2NHD[0],

@@ -22,6 +22,7 @@ from torch import Tensor
 from sglang_trace import failure
 from sglang_trace.attention.extend_flash import extend_flash
 from sglang_trace.attention.extend_pieces import Piece, pieces_of
+from sglang_trace.attention.paged_kv import PagedKV
 from sglang_trace.attention.triton_decode import TritonDecode
 from sglang_trace.attention.unsupported import AttentionRefused, HeadSizes, check_model
 from sglang_trace.config import ATTENTION_BACKEND
@@ -147,22 +148,9 @@ class TraceFp4Backend(AttentionBackend):  # type: ignore[misc]
     ) -> Tensor:
         """Store keys and values [B, H, D] and attend with one token a request: [B, HQ * D]."""
         self._store(layer, forward_batch, k, v, save_kv_cache, extras)
-        assert self._batch is not None
         q_BHD = q.reshape(-1, self._sizes.q_heads, self._sizes.size).contiguous()
         out_BHD = torch.empty_like(q_BHD)
-        k_scale, v_scale = self._scales.get_bmm_scales(layer.layer_id)
-        self._decode(
-            q_BHD,
-            *self._stored(layer),
-            table_RT=self._batch.table_RC,
-            rows_B=self._batch.rows_B,
-            lengths_B=self._batch.lengths_B,
-            page_size=PAGE_SIZE,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            sm_scale=layer.scaling,
-            out_BHD=out_BHD,
-        )
+        self._decode(q_BHD, self._paged_kv(layer), sm_scale=layer.scaling, out_BHD=out_BHD)
         return out_BHD.flatten(1)
 
     def forward_extend(
@@ -177,20 +165,13 @@ class TraceFp4Backend(AttentionBackend):  # type: ignore[misc]
     ) -> Tensor:
         """Store keys and values [T, H, D] and attend with the requests' new tokens: [T, HQ * D]."""
         self._store(layer, forward_batch, k, v, save_kv_cache, extras)
-        assert self._batch is not None
         assert self._pieces is not None
         q_THD = q.reshape(-1, self._sizes.q_heads, self._sizes.size)
         out_THD = q_THD.new_empty(q_THD.shape)
-        k_scale, v_scale = self._scales.get_bmm_scales(layer.layer_id)
         extend_flash(
             q_THD,
-            *self._stored(layer),
-            table_RE=self._batch.table_RC,
-            rows_B=self._batch.rows_B,
-            pieces=self._pieces,
-            page_size=PAGE_SIZE,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            self._paged_kv(layer),
+            self._pieces,
             sm_scale=layer.scaling,
             out_THD=out_THD,
         )
@@ -214,9 +195,23 @@ class TraceFp4Backend(AttentionBackend):  # type: ignore[misc]
             )
         self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
 
-    def _stored(self, layer: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _paged_kv(self, layer: Any) -> PagedKV:
+        """Return the pool's keys and values of a layer for the requests of the pass."""
+        assert self._batch is not None
         k, v, k_scales, v_scales = self.token_to_kv_pool.get_raw_kv_buffer(layer.layer_id)
-        return k, k_scales.view(torch.uint8), v, v_scales.view(torch.uint8)
+        k_scale, v_scale = self._scales.get_bmm_scales(layer.layer_id)
+        return PagedKV(
+            k,
+            k_scales.view(torch.uint8),
+            v,
+            v_scales.view(torch.uint8),
+            self._batch.table_RC,
+            self._batch.rows_B,
+            self._batch.lengths_B,
+            PAGE_SIZE,
+            k_scale,
+            v_scale,
+        )
 
 
 def make_decode(sizes: HeadSizes, max_batch: int, device: torch.device | str) -> Decode:

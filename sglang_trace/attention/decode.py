@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sglang_trace.attention.build import load
+from sglang_trace.attention.paged_kv import PagedKV
 
 HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
@@ -125,17 +126,8 @@ class PagedDecode:
     def __call__(
         self,
         q_BHD: Tensor,
-        k_codes_PHd: Tensor,
-        k_scales_PHb: Tensor,
-        v_codes_PHd: Tensor,
-        v_scales_PHb: Tensor,
+        kv: PagedKV,
         *,
-        table_RT: Tensor,
-        rows_B: Tensor,
-        lengths_B: Tensor,
-        page_size: int,
-        k_scale: float,
-        v_scale: float,
         sm_scale: float,
         out_BHD: Tensor,
     ) -> Tensor:
@@ -143,63 +135,56 @@ class PagedDecode:
 
         Args:
             q_BHD: bfloat16 [B, HQ, D], heads of a request adjacent.
-            k_codes_PHd: uint8 [P, H, D/2], two E2M1 codes a byte, the first in the low half.
-            k_scales_PHb: [P, H, D/16] of one byte each, E4M3 scales.
-            v_codes_PHd: as the keys'.
-            v_scales_PHb: as the keys'.
-            table_RT: int32 [R, T], page of tokens [i * page_size, (i + 1) * page_size) of a row.
-                SGLang's ``req_to_token`` is such a table with pages of one slot.
-            rows_B: int32 or int64 [B], each request's row of the table.
-            lengths_B: int32 or int64 [B], each request's keys; 0 gives zeros.
-            page_size: slots of a page, a power of two.
-            k_scale: global scale of the keys, > 0: value = code * block scale * global scale.
-            v_scale: global scale of the values.
+            kv: keys and values of the requests; one with no keys gives zeros.
             sm_scale: factor of the scores before the softmax.
             out_BHD: bfloat16 [B, HQ, D].
         """
         num_q_heads, num_kv_heads, head_dim = self._heads
         assert q_BHD.dtype == out_BHD.dtype == torch.bfloat16
-        assert q_BHD.shape == out_BHD.shape == (len(rows_B), num_q_heads, head_dim)
+        assert q_BHD.shape == out_BHD.shape == (len(kv.rows_B), num_q_heads, head_dim)
         assert q_BHD.stride()[1:] == out_BHD.stride()[1:] == (head_dim, 1)
-        for codes, scales in ((k_codes_PHd, k_scales_PHb), (v_codes_PHd, v_scales_PHb)):
+        for codes, scales in (
+            (kv.k_codes_PHd, kv.k_scales_PHb),
+            (kv.v_codes_PHd, kv.v_scales_PHb),
+        ):
             assert codes.is_contiguous()
             assert codes.shape[1:] == (num_kv_heads, head_dim // 2)
             assert scales.is_contiguous()
             assert scales.shape[1:] == (num_kv_heads, head_dim // 16)
             assert codes.element_size() == scales.element_size() == 1
-        assert table_RT.dtype == torch.int32
-        assert table_RT.stride(1) == 1
-        assert page_size & (page_size - 1) == 0
+        assert kv.table_RE.dtype == torch.int32
+        assert kv.table_RE.stride(1) == 1
+        assert kv.page_size & (kv.page_size - 1) == 0
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        rows_are_long, lengths_are_long = _is_long(rows_B), _is_long(lengths_B)
+        rows_are_long, lengths_are_long = _is_long(kv.rows_B), _is_long(kv.lengths_B)
         for first in range(0, len(q_BHD), self._max_batch):
             own = slice(first, first + self._max_batch)
             batch = len(q_BHD[own])
             arguments = _Arguments(
                 q=q_BHD[own].data_ptr(),
-                k_codes=k_codes_PHd.data_ptr(),
-                k_scales=k_scales_PHb.data_ptr(),
-                v_codes=v_codes_PHd.data_ptr(),
-                v_scales=v_scales_PHb.data_ptr(),
-                table=table_RT.data_ptr(),
-                rows=rows_B[own].data_ptr(),
-                lengths=lengths_B[own].data_ptr(),
+                k_codes=kv.k_codes_PHd.data_ptr(),
+                k_scales=kv.k_scales_PHb.data_ptr(),
+                v_codes=kv.v_codes_PHd.data_ptr(),
+                v_scales=kv.v_scales_PHb.data_ptr(),
+                table=kv.table_RE.data_ptr(),
+                rows=kv.rows_B[own].data_ptr(),
+                lengths=kv.lengths_B[own].data_ptr(),
                 partial=self._partial.data_ptr(),
                 sums=self._sums.data_ptr(),
                 starts=self._starts.data_ptr(),
                 out=out_BHD[own].data_ptr(),
-                table_stride=table_RT.stride(0),
+                table_stride=kv.table_RE.stride(0),
                 q_stride=q_BHD.stride(0),
                 out_stride=out_BHD.stride(0),
                 batch=batch,
                 kv_heads=num_kv_heads,
-                page_shift=page_size.bit_length() - 1,
+                page_shift=kv.page_size.bit_length() - 1,
                 rows_are_long=rows_are_long,
                 lengths_are_long=lengths_are_long,
                 ctas=self._ctas,
                 merge_warps=self._merge_warps(batch),
-                score_scale=k_scale * sm_scale * math.log2(math.e),
-                value_scale=v_scale,
+                score_scale=kv.k_scale * sm_scale * math.log2(math.e),
+                value_scale=kv.v_scale,
             )
             launch = self._library.paged_decode
             self._check(launch(ctypes.byref(arguments), self._max_batch, ctypes.c_void_p(stream)))

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bridge.fp4.triton_arithmetic import bits_of, float_of, round_bf16, upcast
+from sglang_trace.attention.paged_kv import PagedKV
 from sglang_trace.kernels.kv.values import CODE_FACTOR, stored_values
 
 HEAD_DIMS = (64, 128, 256)
@@ -35,20 +36,11 @@ _LOG2E = 1.4426950408889634
 
 def extend_attention(
     q_THD: Tensor,
-    k_codes_PHd: Tensor,
-    k_scales_PHb: Tensor,
-    v_codes_PHd: Tensor,
-    v_scales_PHb: Tensor,
+    kv: PagedKV,
     *,
-    table_RE: Tensor,
-    rows_B: Tensor,
-    lengths_B: Tensor,
     starts_B: Tensor,
     new_B: Tensor,
-    most_new: int,
-    page_size: int,
-    k_scale: float,
-    v_scale: float,
+    max_new: int,
     sm_scale: float,
     out_THD: Tensor,
 ) -> Tensor:
@@ -59,16 +51,10 @@ def extend_attention(
 
     Args:
         q_THD: BF16 [T, HQ, D], contiguous along heads and D.
-        k_codes_PHd, v_codes_PHd: uint8 [P, H, D/2], two code words a byte.
-        k_scales_PHb, v_scales_PHb: uint8 [P, H, D/16], E4M3.
-        table_RE: int32 [R, E]: row, token // page_size -> page.
-        rows_B: int32 or int64 [B], the row of each request.
-        lengths_B: int32 or int64 [B], keys of each request, the query tokens' included.
+        kv: keys and values, those of the query tokens included.
         starts_B: int32 or int64 [B], first query token of each request.
         new_B: int32 or int64 [B], query tokens of each request.
-        most_new: at least the largest of `new_B`, known to the host.
-        page_size: slots of a page.
-        k_scale, v_scale: global scales; a value is code word * block scale * global scale.
+        max_new: at least the largest of `new_B`, known to the host.
         sm_scale: factor of the scores.
         out_THD: BF16 [T, HQ, D], written.
 
@@ -79,40 +65,37 @@ def extend_attention(
         ValueError: for another head size.
     """
     q_heads, size = q_THD.shape[1:]
-    heads = k_codes_PHd.shape[1]
+    heads = kv.heads
     check_heads(q_heads, heads, size)
     assert q_THD.dtype == out_THD.dtype == torch.bfloat16
-    assert k_codes_PHd.shape[2] == v_codes_PHd.shape[2] == size // 2
-    assert k_scales_PHb.shape[2] == v_scales_PHb.shape[2] == size // 16
-    for pool in (k_codes_PHd, k_scales_PHb, v_codes_PHd, v_scales_PHb):
+    codes_and_scales = kv.k_codes_PHd, kv.k_scales_PHb, kv.v_codes_PHd, kv.v_scales_PHb
+    for pool, width in zip(codes_and_scales, (size // 2, size // 16) * 2, strict=True):
         assert pool.dtype == torch.uint8
         assert pool.is_contiguous()
+        assert pool.shape[2] == width
     assert q_THD.stride()[1:] == out_THD.stride()[1:] == (size, 1)
-    assert table_RE.stride(1) == 1
-    if most_new == 0 or len(rows_B) == 0:
+    assert kv.table_RE.stride(1) == 1
+    if max_new == 0 or len(kv.rows_B) == 0:
         return out_THD
     group = q_heads // heads
-    tile = _tile_rows(most_new * group, size)
-    _extend[(triton.cdiv(most_new * group, tile), heads, len(rows_B))](
+    tile = _tile_rows(max_new * group, size)
+    _extend[(triton.cdiv(max_new * group, tile), heads, len(kv.rows_B))](
         q_THD,
-        k_codes_PHd,
-        k_scales_PHb,
-        v_codes_PHd,
-        v_scales_PHb,
-        table_RE,
-        rows_B,
-        lengths_B,
+        *codes_and_scales,
+        kv.table_RE,
+        kv.rows_B,
+        kv.lengths_B,
         starts_B,
         new_B,
         out_THD,
         q_THD.stride(0),
         out_THD.stride(0),
-        table_RE.stride(0),
-        sm_scale * k_scale * CODE_FACTOR * _LOG2E,
-        v_scale * CODE_FACTOR,
+        kv.table_RE.stride(0),
+        sm_scale * kv.k_scale * CODE_FACTOR * _LOG2E,
+        kv.v_scale * CODE_FACTOR,
         heads,
         group,
-        page_size,
+        kv.page_size,
         SIZE=size,
         TILE_M=tile,
         TILE_N=KEYS,

@@ -18,22 +18,15 @@ import torch
 from torch import Tensor
 
 from sglang_trace.attention.extend_pieces import Piece
+from sglang_trace.attention.paged_kv import PagedKV
 from sglang_trace.kernels.kv.dequantize import dequantize_keys_and_values
 
 
 def extend_flash(
     q_THD: Tensor,
-    k_codes_PHd: Tensor,
-    k_scales_PHb: Tensor,
-    v_codes_PHd: Tensor,
-    v_scales_PHb: Tensor,
-    *,
-    table_RE: Tensor,
-    rows_B: Tensor,
+    kv: PagedKV,
     pieces: list[Piece],
-    page_size: int,
-    k_scale: float,
-    v_scale: float,
+    *,
     sm_scale: float,
     out_THD: Tensor,
 ) -> Tensor:
@@ -44,68 +37,44 @@ def extend_flash(
 
     Args:
         q_THD: BF16 [T, HQ, D], contiguous along D; head h reads KV head h // (HQ / H).
-        k_codes_PHd, v_codes_PHd: uint8 [P, H, D/2], two code words a byte.
-        k_scales_PHb, v_scales_PHb: uint8 [P, H, D/16], E4M3.
-        table_RE: int32 [R, E]: row, token // page_size -> page.
-        rows_B: int32 or int64 [B], the row of each request.
+        kv: keys and values, those of the query tokens included.
         pieces: of `pieces_of` for these requests.
-        page_size: slots of a page.
-        k_scale, v_scale: global scales; a value is code word * block scale * global scale.
         sm_scale: factor of the scores.
         out_THD: BF16 [T, HQ, D], written.
 
     Returns:
         `out_THD`.
     """
-    group = q_THD.shape[1] // k_codes_PHd.shape[1]
+    group = q_THD.shape[1] // kv.heads
     for piece in pieces:
         q_heads = slice(piece.heads.start * group, piece.heads.stop * group)
-        k_NhD, v_NhD = _dequantized(
-            k_codes_PHd,
-            k_scales_PHb,
-            v_codes_PHd,
-            v_scales_PHb,
-            table_RE=table_RE,
-            rows_B=rows_B,
-            piece=piece,
-            page_size=page_size,
-        )
+        k_NhD, v_NhD = _dequantized(kv, piece)
         found_nhD = flash_attention(
-            q_THD[piece.tokens, q_heads], k_NhD, v_NhD, piece, sm_scale * k_scale
+            q_THD[piece.tokens, q_heads], k_NhD, v_NhD, piece, sm_scale * kv.k_scale
         )
         # The scratch, before the next piece asks for its own.
         del k_NhD, v_NhD
-        torch.mul(found_nhD, v_scale, out=out_THD[piece.tokens, q_heads])
+        torch.mul(found_nhD, kv.v_scale, out=out_THD[piece.tokens, q_heads])
     return out_THD
 
 
-def _dequantized(
-    k_codes_PHd: Tensor,
-    k_scales_PHb: Tensor,
-    v_codes_PHd: Tensor,
-    v_scales_PHb: Tensor,
-    *,
-    table_RE: Tensor,
-    rows_B: Tensor,
-    piece: Piece,
-    page_size: int,
-) -> tuple[Tensor, Tensor]:
+def _dequantized(kv: PagedKV, piece: Piece) -> tuple[Tensor, Tensor]:
     """Return keys and values of a piece, without their global scales: BF16 [N, h, D] each."""
-    shape = piece.keys, piece.heads.stop - piece.heads.start, 2 * k_codes_PHd.shape[2]
+    shape = piece.keys, piece.heads.stop - piece.heads.start, 2 * kv.k_codes_PHd.shape[2]
     k_NhD, v_NhD = (
-        torch.empty(shape, dtype=torch.bfloat16, device=k_codes_PHd.device) for _ in range(2)
+        torch.empty(shape, dtype=torch.bfloat16, device=kv.k_codes_PHd.device) for _ in range(2)
     )
     dequantize_keys_and_values(
-        k_codes_PHd,
-        k_scales_PHb,
-        v_codes_PHd,
-        v_scales_PHb,
-        table_RE=table_RE,
-        rows_B=rows_B[piece.requests],
+        kv.k_codes_PHd,
+        kv.k_scales_PHb,
+        kv.v_codes_PHd,
+        kv.v_scales_PHb,
+        table_RE=kv.table_RE,
+        rows_B=kv.rows_B[piece.requests],
         starts_S=piece.k_starts_S,
-        most_keys=piece.most_keys,
+        max_keys=piece.max_keys,
         heads=piece.heads,
-        page_size=page_size,
+        page_size=kv.page_size,
         k_NhD=k_NhD,
         v_NhD=v_NhD,
     )
@@ -132,7 +101,7 @@ def flash_attention(
         BF16 [n, hq, D].
     """
     flash = torch.ops.aten._flash_attention_forward
-    most = piece.most_new, piece.most_keys
+    most = piece.max_new, piece.max_keys
     dropout, causal, debug = 0.0, True, False
     if len(piece.q_starts_S) == 2:
         # One request: the form that splits long keys over the GPU.

@@ -26,8 +26,8 @@ class Piece:
     requests    which of the pass
     tokens      their query tokens
     heads       KV heads
-    most_new    query tokens of the request that has most
-    most_keys   keys of the longest request, the query tokens' included
+    max_new    query tokens of the request that has most
+    max_keys   keys of the longest request, the query tokens' included
     q_starts_S  int32 [B + 1], first query token of each request in the piece, and their number
     k_starts_S  int32 [B + 1], the same of its keys
     keys        of all requests
@@ -36,8 +36,8 @@ class Piece:
     requests: slice
     tokens: slice
     heads: slice
-    most_new: int
-    most_keys: int
+    max_new: int
+    max_keys: int
     q_starts_S: Tensor
     k_starts_S: Tensor
     keys: int
@@ -88,8 +88,8 @@ def pieces_of(
                     requests=group,
                     tokens=tokens,
                     heads=some,
-                    most_new=max(new[group]),
-                    most_keys=max(lengths[group]),
+                    max_new=max(new[group]),
+                    max_keys=max(lengths[group]),
                     q_starts_S=q_starts_S,
                     k_starts_S=k_starts_S,
                     keys=keys,

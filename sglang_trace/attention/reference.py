@@ -6,54 +6,30 @@ pool, HQ query heads, H KV heads, D head size, d = D / 2 bytes of code words, b 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from bridge.fp4.nvfp4 import NVFP4_BLOCK, Fp4Tensor, unpack_nibbles
+from sglang_trace.attention.paged_kv import PagedKV
 
 
-@dataclass(frozen=True)
-class PagedKV:
-    """The keys and values of one layer, and where those of each request lie.
+def kv_slots(kv: PagedKV, request: int) -> Tensor:
+    """Return the KV slots of a request's keys in the order of their positions: int64 [N]."""
+    length, row = int(kv.lengths_B[request]), int(kv.rows_B[request])
+    position_N = torch.arange(length, device=kv.table_RE.device)
+    page_N = kv.table_RE[row, position_N // kv.page_size].long()
+    return page_N * kv.page_size + position_N % kv.page_size
 
-    k_codes_PHd, v_codes_PHd    uint8, two code words a byte
-    k_scales_PHb, v_scales_PHb  uint8, E4M3 block scales
-    table_RE   int32 [R, E]: row, token // page_size -> page
-    rows_B     the row of each request
-    lengths_B  keys of each request
-    """
 
-    k_codes_PHd: Tensor
-    k_scales_PHb: Tensor
-    v_codes_PHd: Tensor
-    v_scales_PHb: Tensor
-    table_RE: Tensor
-    rows_B: Tensor
-    lengths_B: Tensor
-    page_size: int
-    k_scale: float
-    v_scale: float
-
-    def slots(self, request: int) -> Tensor:
-        """Return the slots of a request's keys in the order of their positions: int64 [N]."""
-        length, row = int(self.lengths_B[request]), int(self.rows_B[request])
-        position_N = torch.arange(length, device=self.table_RE.device)
-        page_N = self.table_RE[row, position_N // self.page_size].long()
-        return page_N * self.page_size + position_N % self.page_size
-
-    def keys_and_values(self, request: int) -> tuple[Tensor, Tensor]:
-        """Return a request's keys and values: float32 [N, H, D]."""
-        slots_N = self.slots(request)
-        pairs = (
-            (self.k_codes_PHd, self.k_scales_PHb, self.k_scale),
-            (self.v_codes_PHd, self.v_scales_PHb, self.v_scale),
-        )
-        k_NHD, v_NHD = (
-            _dequantize(codes[slots_N], scales[slots_N], s) for codes, scales, s in pairs
-        )
-        return k_NHD, v_NHD
+def keys_and_values(kv: PagedKV, request: int) -> tuple[Tensor, Tensor]:
+    """Return a request's keys and values: float32 [N, H, D]."""
+    slots_N = kv_slots(kv, request)
+    pairs = (
+        (kv.k_codes_PHd, kv.k_scales_PHb, kv.k_scale),
+        (kv.v_codes_PHd, kv.v_scales_PHb, kv.v_scale),
+    )
+    k_NHD, v_NHD = (_dequantize(codes[slots_N], scales[slots_N], s) for codes, scales, s in pairs)
+    return k_NHD, v_NHD
 
 
 def attend(q_THD: Tensor, kv: PagedKV, new_B: list[int], sm_scale: float) -> Tensor:
@@ -70,7 +46,7 @@ def attend(q_THD: Tensor, kv: PagedKV, new_B: list[int], sm_scale: float) -> Ten
     """
     pieces = []
     for request, q_nQD in enumerate(torch.split(q_THD.float(), new_B)):
-        k_NHD, v_NHD = kv.keys_and_values(request)
+        k_NHD, v_NHD = keys_and_values(kv, request)
         group = q_nQD.shape[1] // k_NHD.shape[1]
         k_QND, v_QND = (x.transpose(0, 1).repeat_interleave(group, dim=0) for x in (k_NHD, v_NHD))
         score_QnN = q_nQD.transpose(0, 1) @ k_QND.transpose(1, 2) * sm_scale

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sglang_trace.attention.extend import check_heads, extend_attention
+from sglang_trace.attention.paged_kv import PagedKV
 
 
 class TritonDecode:
@@ -34,17 +35,8 @@ class TritonDecode:
     def __call__(
         self,
         q_BHD: Tensor,
-        k_codes_PHd: Tensor,
-        k_scales_PHb: Tensor,
-        v_codes_PHd: Tensor,
-        v_scales_PHb: Tensor,
+        kv: PagedKV,
         *,
-        table_RT: Tensor,
-        rows_B: Tensor,
-        lengths_B: Tensor,
-        page_size: int,
-        k_scale: float,
-        v_scale: float,
         sm_scale: float,
         out_BHD: Tensor,
     ) -> Tensor:
@@ -52,19 +44,10 @@ class TritonDecode:
         batch = len(q_BHD)
         return extend_attention(
             q_BHD,
-            k_codes_PHd,
-            k_scales_PHb,
-            v_codes_PHd,
-            v_scales_PHb,
-            table_RE=table_RT,
-            rows_B=rows_B,
-            lengths_B=lengths_B,
+            kv,
             starts_B=self._starts_M[:batch],
             new_B=self._ones_M[:batch],
-            most_new=1,
-            page_size=page_size,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            max_new=1,
             sm_scale=sm_scale,
             out_THD=out_BHD,
         )

@@ -15,6 +15,7 @@ from benchmarks.kernels import extend_attention as benchmark
 from benchmarks.kernels.extend_attention import CASES, FLASH, KERNELS, Case, Inputs, measure
 from sglang_trace.attention import extend_flash
 from sglang_trace.attention.extend_pieces import pieces_of
+from sglang_trace.attention.reference import keys_and_values
 from tests.sglang_trace.attention.stand_in import attention_of_torch
 from tests.sglang_trace.kernels.inputs import DEVICE
 
@@ -113,5 +114,5 @@ def test_dequantized_keys_lie_in_the_order_of_positions() -> None:
     keys, values = inputs.bf16()
     for request in range(SMALL.batch):
         mine = slice(request * SMALL.keys, (request + 1) * SMALL.keys)
-        for found, wanted in zip((keys, values), inputs.kv.keys_and_values(request), strict=True):
+        for found, wanted in zip((keys, values), keys_and_values(inputs.kv, request), strict=True):
             assert torch.equal(found[mine].float(), wanted)

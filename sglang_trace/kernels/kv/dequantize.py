@@ -32,7 +32,7 @@ def dequantize_keys_and_values(
     table_RE: Tensor,
     rows_B: Tensor,
     starts_S: Tensor,
-    most_keys: int,
+    max_keys: int,
     heads: slice,
     page_size: int,
     k_NhD: Tensor,
@@ -48,7 +48,7 @@ def dequantize_keys_and_values(
         table_RE: int32 [R, E]: row, token // page_size -> page.
         rows_B: int32 or int64 [B], the row of each request.
         starts_S: int32 [B + 1], where each request's keys begin in the output, and N.
-        most_keys: at least the keys of the longest request, known to the host.
+        max_keys: at least the keys of the longest request, known to the host.
         heads: the KV heads to write.
         page_size: slots of a page.
         k_NhD, v_NhD: BF16 [N, h, D], contiguous, written.
@@ -66,7 +66,7 @@ def dequantize_keys_and_values(
     assert table_RE.stride(1) == 1
     assert len(starts_S) == len(rows_B) + 1
     tile = 2 * _TILE_BYTES // size
-    tiles = triton.cdiv(most_keys * k_NhD.shape[1], tile)
+    tiles = triton.cdiv(max_keys * k_NhD.shape[1], tile)
     _dequantize[(min(tiles, _MOST_PROGRAMS), len(rows_B))](
         k_codes_PHd,
         k_scales_PHb,

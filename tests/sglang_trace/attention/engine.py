@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor, nn
 
 from sglang_trace.attention.kv_cache import TritonNvfp4KVCacheMethod
-from sglang_trace.attention.reference import PagedKV
+from sglang_trace.attention.paged_kv import PagedKV
 from tests.sglang_trace.kernels.inputs import DEVICE
 
 K_SCALE, V_SCALE = 0.5, 0.25

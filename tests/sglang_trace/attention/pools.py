@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from bridge.fp4.nvfp4 import pack_nibbles, quantize_nvfp4
-from sglang_trace.attention.reference import PagedKV, attend
+from sglang_trace.attention.paged_kv import PagedKV
+from sglang_trace.attention.reference import attend
 from tests.sglang_trace.kernels.inputs import DEVICE
 
 # Of BF16 numbers of these sizes: 2^-8 for the output's own rounding, the rest for the weights.

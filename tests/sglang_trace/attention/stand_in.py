@@ -15,7 +15,7 @@ def attention_of_torch(
 ) -> Tensor:
     """One request after the other, in FP32, as the starts on the device divide them."""
     new, lengths = piece.q_starts_S.diff().tolist(), piece.k_starts_S.diff().tolist()
-    assert (max(new), max(lengths)) == (piece.most_new, piece.most_keys)
+    assert (max(new), max(lengths)) == (piece.max_new, piece.max_keys)
     assert piece.q_starts_S.dtype == piece.k_starts_S.dtype == torch.int32
     assert q_nhD.dtype == k_NhD.dtype == v_NhD.dtype == torch.bfloat16
     pieces = []

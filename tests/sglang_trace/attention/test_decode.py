@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bridge.fp4.nvfp4 import pack_nibbles, quantize_nvfp4
-from sglang_trace.attention.reference import PagedKV, attend
+from sglang_trace.attention.paged_kv import PagedKV
+from sglang_trace.attention.reference import attend
 from sglang_trace.attention.triton_decode import TritonDecode
 from tests.sglang_trace.attention.pools import random_kv, random_queries, worst_error
 from tests.sglang_trace.kernels.inputs import DEVICE, needs_gpu
@@ -38,21 +39,7 @@ def kernel(made: type, heads: tuple[int, int, int], max_batch: int) -> Any:
 def decoded(decode: Any, q: Tensor, kv: PagedKV) -> Tensor:
     """What a kernel computes, into memory that is not zero."""
     out = torch.full_like(q, torch.nan)
-    result: Tensor = decode(
-        q,
-        kv.k_codes_PHd,
-        kv.k_scales_PHb,
-        kv.v_codes_PHd,
-        kv.v_scales_PHb,
-        table_RT=kv.table_RE,
-        rows_B=kv.rows_B,
-        lengths_B=kv.lengths_B,
-        page_size=kv.page_size,
-        k_scale=kv.k_scale,
-        v_scale=kv.v_scale,
-        sm_scale=SM_SCALE,
-        out_BHD=out,
-    )
+    result: Tensor = decode(q, kv, sm_scale=SM_SCALE, out_BHD=out)
     assert result.data_ptr() == out.data_ptr()
     return out
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sglang_trace.attention.extend import extend_attention
-from sglang_trace.attention.reference import PagedKV, attend
+from sglang_trace.attention.paged_kv import PagedKV
+from sglang_trace.attention.reference import attend, kv_slots
 from tests.sglang_trace.attention.pools import random_kv, random_queries, worst_error
 from tests.sglang_trace.kernels.inputs import DEVICE, needs_gpu
 
@@ -24,19 +25,10 @@ def extended(q: Tensor, kv: PagedKV, new: list[int]) -> Tensor:
     new_B = torch.tensor(new, dtype=torch.int32, device=DEVICE)
     return extend_attention(
         q,
-        kv.k_codes_PHd,
-        kv.k_scales_PHb,
-        kv.v_codes_PHd,
-        kv.v_scales_PHb,
-        table_RE=kv.table_RE,
-        rows_B=kv.rows_B,
-        lengths_B=kv.lengths_B,
+        kv,
         starts_B=new_B.cumsum(0) - new_B,
         new_B=new_B,
-        most_new=max(new),
-        page_size=kv.page_size,
-        k_scale=kv.k_scale,
-        v_scale=kv.v_scale,
+        max_new=max(new),
         sm_scale=SM_SCALE,
         out_THD=torch.full_like(q, torch.nan),
     )
@@ -89,7 +81,7 @@ def test_keys_of_other_requests_and_beyond_the_end_are_not_read() -> None:
     q = random_queries(3, 4, 64, seed=5)
     expected = extended(q, kv, [3])
     others = torch.ones(len(kv.k_codes_PHd), dtype=torch.bool)
-    others[kv.slots(0).cpu()] = False
+    others[kv_slots(kv, 0).cpu()] = False
     for scales in (kv.k_scales_PHb, kv.v_scales_PHb):
         scales[others.to(DEVICE)] = 0x7F
     assert torch.equal(extended(q, kv, [3]), expected)
@@ -98,7 +90,7 @@ def test_keys_of_other_requests_and_beyond_the_end_are_not_read() -> None:
 def test_a_key_that_is_nan_is_not_hidden() -> None:
     kv = random_kv([70], 1, 64, seed=6)
     q = random_queries(2, 2, 64, seed=7)
-    kv.k_scales_PHb[kv.slots(0)[11]] = 0x7F
+    kv.k_scales_PHb[kv_slots(kv, 0)[11]] = 0x7F
     assert bool(extended(q, kv, [2]).isnan().all())
 
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from sglang_trace.attention import extend_pieces
 from sglang_trace.attention.extend_flash import extend_flash, flash_attention
 from sglang_trace.attention.extend_pieces import LONG, pieces_of
-from sglang_trace.attention.reference import PagedKV
+from sglang_trace.attention.paged_kv import PagedKV
+from sglang_trace.attention.reference import kv_slots
 from tests.sglang_trace.attention.pools import flash_error, random_kv, random_queries
 from tests.sglang_trace.kernels.inputs import DEVICE, needs_gpu
 
@@ -33,22 +34,14 @@ def extended(q: Tensor, kv: PagedKV, new: list[int], sm_scale: float = SM_SCALE)
     pieces = pieces_of(
         new,
         kv.lengths_B.tolist(),
-        heads=kv.k_codes_PHd.shape[1],
+        heads=kv.heads,
         size=q.shape[2],
         device=DEVICE,
     )
     return extend_flash(
         q,
-        kv.k_codes_PHd,
-        kv.k_scales_PHb,
-        kv.v_codes_PHd,
-        kv.v_scales_PHb,
-        table_RE=kv.table_RE,
-        rows_B=kv.rows_B,
-        pieces=pieces,
-        page_size=kv.page_size,
-        k_scale=kv.k_scale,
-        v_scale=kv.v_scale,
+        kv,
+        pieces,
         sm_scale=sm_scale,
         out_THD=torch.full_like(q, torch.nan),
     )
@@ -108,7 +101,7 @@ def test_keys_of_other_requests_and_beyond_the_end_are_not_read() -> None:
     q = random_queries(3, 4, 64, seed=5)
     expected = extended(q, kv, [3])
     others = torch.ones(len(kv.k_codes_PHd), dtype=torch.bool)
-    others[kv.slots(0).cpu()] = False
+    others[kv_slots(kv, 0).cpu()] = False
     for scales in (kv.k_scales_PHb, kv.v_scales_PHb):
         scales[others.to(DEVICE)] = 0x7F
     assert torch.equal(extended(q, kv, [3]), expected)
@@ -195,7 +188,7 @@ def test_a_key_that_is_nan_is_not_hidden_on_a_gpu(lengths: list[int]) -> None:
     kv = random_kv(lengths, 1, 64, seed=6)
     new = [2] * len(lengths)
     q = random_queries(sum(new), 2, 64, seed=7)
-    kv.k_scales_PHb[kv.slots(0)[11]] = 0x7F
+    kv.k_scales_PHb[kv_slots(kv, 0)[11]] = 0x7F
     out = extended(q, kv, new)
     assert bool(out[:2].isnan().all())
     assert bool(out[2:].isfinite().all()), "only the request's own output"
@@ -229,16 +222,8 @@ def test_prefill_neither_waits_nor_takes_more_than_its_scratch_on_a_gpu() -> Non
             pieces = pieces_of(new, lengths, heads=4, size=128, device=DEVICE)
             extend_flash(
                 q,
-                kv.k_codes_PHd,
-                kv.k_scales_PHb,
-                kv.v_codes_PHd,
-                kv.v_scales_PHb,
-                table_RE=kv.table_RE,
-                rows_B=kv.rows_B,
-                pieces=pieces,
-                page_size=kv.page_size,
-                k_scale=kv.k_scale,
-                v_scale=kv.v_scale,
+                kv,
+                pieces,
                 sm_scale=SM_SCALE,
                 out_THD=out,
             )

@@ -55,7 +55,7 @@ def test_pieces_cover_a_pass_once_and_fit(
         assert piece.q_starts_S.tolist() == [0, *itertools.accumulate(new[mine])]
         assert piece.k_starts_S.tolist() == [0, *itertools.accumulate(lengths[mine])]
         assert piece.q_starts_S.dtype == piece.k_starts_S.dtype == torch.int32
-        assert (piece.most_new, piece.most_keys) == (max(new[mine]), max(lengths[mine]))
+        assert (piece.max_new, piece.max_keys) == (max(new[mine]), max(lengths[mine]))
         assert piece.keys == sum(lengths[mine])
 
 
