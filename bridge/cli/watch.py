@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
-from types import TracebackType
-from typing import Self
+from contextlib import AbstractContextManager
 
 from bridge.cli.patience import waiting_for
 from bridge.client.connection import Connection
@@ -15,7 +14,7 @@ from bridge.observe.status import Status, from_json
 from bridge.wire import Observe, ObserveReply
 
 
-class Watch:
+class Watch(AbstractContextManager["Watch"]):
     """Connections to daemons; use it from one thread."""
 
     def __init__(
@@ -38,15 +37,7 @@ class Watch:
         with waiting_for(f"the bridge at {', '.join(self._connections)}", self._timeout_s):
             return self.statuses()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for connection in self._connections.values():
             connection.close()
 

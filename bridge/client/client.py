@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator
-from types import TracebackType
-from typing import Self
+from contextlib import AbstractContextManager
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -42,7 +41,7 @@ from bridge.wire import (
 )
 
 
-class TraceClient:
+class TraceClient(AbstractContextManager["TraceClient"]):
     """A client of one bridge or several; use it from one thread.
 
     ``endpoint`` is one, or a comma-separated list in the order in which the engines name them
@@ -225,15 +224,7 @@ class TraceClient:
         for connection in self._connections:
             connection.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _ask(self, request: Message, kind: type[Reply]) -> list[Reply]:

@@ -1,115 +1,59 @@
-"""The engine's side: send records, keep them until the bridge holds them.
+"""The engine's side: send records to a bridge or several, keep them until a bridge holds them.
 
 Shapes: n = rows of one call, R = bytes of a row, T = tokens.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
-import zmq
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from bridge.errors import (
-    BridgeUnreachable,
-    CorruptMessage,
-    EngineIdTaken,
-    ShmUnreachable,
-    StoreFull,
-    TraceError,
-    UnknownEngine,
-)
+from bridge.errors import TraceError
 from bridge.layout import Part, RecordLayout, Shard
-from bridge.producer.shm_sender import ShmSender
-from bridge.transport.loopback import is_loopback
-from bridge.transport.sockets import Dialer, queue_for_sending
-from bridge.wire import (
-    Ack,
-    Dropped,
-    Error,
-    Hello,
-    Message,
-    Rows,
-    RowsInShm,
-    Trajectory,
-    TrajectoryState,
-    WeightDigests,
-    decode,
-    encode,
-)
-from bridge.wire.envelope import NO_SEQ, Buffer
-from bridge.wire.fields import MAX_INCARNATION
-from bridge.wire.refusal import exception
+from bridge.producer.link import MESSAGE_BYTES, BridgeLink, LinkOptions, Overflow
+from bridge.transport.bridge_sharding import parse_endpoints, shard_of, shards_of
+from bridge.wire import Hello, Rows, Trajectory, TrajectoryState, WeightDigests
 
-log = logging.getLogger(__name__)
+__all__ = ["Overflow", "RecordProducer"]
 
-_MESSAGE_BYTES = 4 << 20
-_HEADER_BYTES = 256  # about
-# A daemon that refuses the hello refuses all that follows: do not send the window at line rate.
-_HELLO_PAUSE_S = 0.2
+_POLL_INTERVAL_S = 0.01
 
 
-class Overflow(StrEnum):
-    """What an engine does with records that the bridge does not take in time."""
+class RecordProducer(AbstractContextManager["RecordProducer"]):
+    """One engine's connection to a bridge, or several; use it from one thread.
 
-    BLOCK = "block"
-    """Wait: nothing is lost, and the engine is as slow as the bridge."""
-    DROP = "drop"
-    """Go on: rows are given up and counted, and the trainer finds them missing."""
+    ``endpoint`` is one, or a comma-separated list in the order in which trainers name them
+    (`bridge.transport.bridge_sharding`). A row goes to the bridge that its number names. ``keys``
+    is this client's key file (`bridge.transport.curve_keys`), for bridges that serve with keys.
 
+    Every message is kept until it is acknowledged. It is resent after ``resend_after_s`` without
+    progress, to a daemon that restarted at the same endpoint, while the store is full, and after
+    damage in transit. For a bridge on loopback, rows of large messages go through shared memory
+    (`bridge.producer.shm_sender`) as long as there is room.
+    At most ``window_bytes`` are kept for each bridge (or one message, if larger). A call that would
+    exceed them waits. With ``Overflow.DROP`` it drops its rows instead, counts them in
+    ``dropped_rows`` and reports the count to the bridge. Other messages are small and may exceed
+    the window by a quarter before they are dropped too.
 
-@dataclass(frozen=True, slots=True)
-class _Unacknowledged:
-    """``in_shm`` is the handle of rows that were put into shared memory."""
-
-    frames: list[Buffer]
-    nbytes: int
-    part: Part | None
-    rows: int
-    in_shm: RowsInShm | None = None
-
-
-_NOTHING = _Unacknowledged([], 0, None, 0)
-
-
-class RecordProducer:
-    """One engine's connection to a bridge; use it from one thread.
-
-    ``keys`` is this client's key file (`bridge.keys`), for a bridge that serves with keys.
-
-    Every message is kept until it is acknowledged and sent again after ``resend_after_s`` without
-    progress, also to a daemon that was restarted at the same endpoint, while its store is full, and
-    after damage on the way. For a bridge on loopback the rows of large messages are put into memory
-    that it reads (`bridge.producer.shm_sender`), as long as there is room.
-    At most ``window_bytes`` are kept (or one message, if larger). A call that would exceed them
-    waits, or with ``Overflow.DROP`` gives up its rows, counts them in ``dropped_rows`` and tells
-    the bridge how many there were; other messages, which are small, may exceed the window by a
-    quarter before they are given up too.
-
-    A wait ends ``deadline_s`` after the bridge's last acknowledgement: that the store is full is an
-    answer, but the bridge holds nothing by it. ``full_deadline_s`` is another time for that case,
-    for an engine whose trainer makes room only now and then. With ``Overflow.DROP`` only `flush`
-    and `hello` wait.
+    A wait ends ``deadline_s`` after the bridge's last acknowledgement; the answer that the store is
+    full is none. ``full_deadline_s`` is another time for that case, for an engine whose trainer
+    frees space only now and then. With ``Overflow.DROP`` only `flush` and `register` wait.
 
     Every call may raise, for itself or for an earlier message:
         StoreFull: the bridge acknowledged nothing for the deadline because its store is full.
         BridgeUnreachable: it acknowledged nothing for ``deadline_s`` for another reason.
-            After either, what is kept is tried again by the next call, which raises again unless
-            something is acknowledged. Whether the call's own message is kept is open: repeat it, a
-            row or trajectory that arrives twice is harmless.
-        SchemaMismatch: the bridge runs another version, or rows do not fit the hello.
-        EngineIdTaken: another process said hello with the engine id before; every later call raises
-            it too, because the bridge takes nothing of this process.
+            After either, the next call sends the kept messages again, and raises again unless
+            something is acknowledged. It is not known whether the call's own message is kept:
+            repeat it, a row or trajectory that arrives twice is harmless.
+        SchemaMismatch: the bridge runs another version, or rows do not fit the registration.
+        EngineIdTaken: another process registered the engine id before; every later call raises
+            it too, because the bridge accepts nothing from this process.
         RowTaken: a row was sent before with other bytes or as computed with other weights.
     """
 
@@ -125,36 +69,17 @@ class RecordProducer:
         full_deadline_s: float | None = None,
     ) -> None:
         self.endpoint = endpoint
-        self.acknowledged_rows = 0
-        self.dropped_rows: Counter[Part] = Counter()
-        self._overflow = overflow
-        self._window_bytes = window_bytes
-        self._resend_after_s = resend_after_s
-        self._deadline_s = deadline_s
-        self._full_deadline_s = deadline_s if full_deadline_s is None else full_deadline_s
+        full_s = deadline_s if full_deadline_s is None else full_deadline_s
+        options = LinkOptions(window_bytes, resend_after_s, deadline_s, overflow, full_s)
+        self._links = [self._link(each, keys, options) for each in parse_endpoints(endpoint)]
         self._engine_id, self._shard = "", 0
-        self._incarnation = 1 + secrets.randbelow(MAX_INCARNATION - 1)
-        self._registration: list[Buffer] = []
-        self._next_seq = 0
-        self._kept: dict[int, _Unacknowledged] = {}
-        self._kept_bytes = 0
-        self._answered = False
-        self._failures: list[TraceError] = []
-        self._fenced: EngineIdTaken | None = None
-        self._full: StoreFull | None = None
-        self._refused: set[int] = set()
-        self._refused_at = 0.0
-        self._told_dropped = 0
-        self._telling_dropped: int | None = None
-        self._progress_at = self._heard_at = self._resent_at = time.monotonic()
-        self._dialer = Dialer(endpoint, keys)
-        self._shm_sender = (
-            ShmSender(window_bytes, _MESSAGE_BYTES) if is_loopback(endpoint) else None
-        )
-        self._context = zmq.Context()
-        self._socket = self._dialer.dial(self._context)
 
-    # --- what an engine says
+    def _link(
+        self, endpoint: str, keys: str | os.PathLike[str] | None, options: LinkOptions
+    ) -> BridgeLink:
+        return BridgeLink(endpoint, keys, options)
+
+    # --- messages
 
     def register(
         self,
@@ -166,33 +91,27 @@ class RecordProducer:
         shards: Sequence[Shard] = (),
         shard: int = 0,
     ) -> None:
-        """Introduce the engine, first of all and once; returns when the bridge has answered.
+        """Register the engine, once and before all else; returns when all bridges have answered.
 
-        Ranks that compute the same tokens are one engine, each with a producer of its own: they say
-        the same but for ``shard``, number rows alike (`bridge.index.engine`), and send of each row
-        what their shard says. With data-parallel attention every dp rank is an engine.
+        Ranks that compute the same tokens are one engine, each with a producer of its own. They
+        register alike but for ``shard``, number rows alike (`bridge.index.engine`), and send the
+        columns of their shard. With data-parallel attention every dp rank is an engine.
 
         Args:
             engine_id: unique to this engine process; row numbers are counted within it.
-            layout: what its rows look like.
+            layout: the layout of its rows.
             kv_scales: attention layer -> global (K, V) scale; absent layers have 1.0.
             model: free text about the model, such as its path.
-            shards: what each rank sends of a row (`bridge.layout.rank_shards`); none is one rank.
-            shard: which of them this rank sends.
+            shards: the columns that each rank sends (`bridge.layout.rank_shards`); none is one
+                rank.
+            shard: the index of this rank's shard.
         """
         self._engine_id, self._shard = engine_id, shard
-        message = Hello(
-            engine_id,
-            layout,
-            dict(kv_scales or {}),
-            dict(model or {}),
-            tuple(shards),
-            shard,
-            self._incarnation,
-        )
-        self._registration = encode(message, self._next_seq)
-        self._send(message)
-        self.flush()
+        scales, texts = dict(kv_scales or {}), dict(model or {})
+        for link in self._links:
+            link.register(
+                Hello(engine_id, layout, scales, texts, tuple(shards), shard, link.incarnation)
+            )
 
     def send_rows(
         self,
@@ -204,29 +123,48 @@ class RecordProducer:
         copy: bool = True,
         weights: str = "",
     ) -> None:
-        """Send records: rows int [n], payload uint8 [n, R], R bytes of this rank's share of a row.
+        """Send records: rows int [n], payload uint8 [n, R], R bytes of this rank's columns.
 
         ``weight_version`` is the label of the weights that computed them, ``weights`` their digest.
 
-        Like all calls it copies what it is given, arrays or CPU tensors, before it returns; with
+        Like all calls it copies its arguments, arrays or CPU tensors, before it returns. With
         ``copy`` false the caller gives the payload away and must not change it again.
         """
-        rows_n = np.asarray(rows, dtype=np.int64).copy()
-        payload_nR = np.asarray(payload).astype(np.uint8, casting="no", copy=copy)
-        step = max(1, _MESSAGE_BYTES // max(1, payload_nR.shape[1]))
+        rows_n, payload_nR = np.asarray(rows, dtype=np.int64).copy(), np.asarray(payload)
+        owners_n = self._owners_of(rows_n)
+        for owner in self._owners(owners_n):
+            here = owners_n == owner
+            if here.all():
+                payload_nR = payload_nR.astype(np.uint8, casting="no", copy=copy)
+                self._send_rows(owner, part, rows_n, payload_nR, weight_version, weights)
+            else:
+                own_nR = payload_nR[here].astype(np.uint8, casting="no", copy=False)
+                self._send_rows(owner, part, rows_n[here], own_nR, weight_version, weights)
+
+    def _send_rows(
+        self,
+        owner: int,
+        part: Part,
+        rows_n: NDArray[np.int64],
+        payload_nR: NDArray[np.uint8],
+        weight_version: str,
+        weights: str,
+    ) -> None:
+        """Send the rows of one bridge, in messages of at most `MESSAGE_BYTES`."""
+        link, step = self._links[owner], max(1, MESSAGE_BYTES // max(1, payload_nR.shape[1]))
         for begin in range(0, len(rows_n), step):
-            piece = slice(begin, begin + step)
+            chunk = slice(begin, begin + step)
             message = Rows.of(
                 self._engine_id,
                 part,
-                rows_n[piece],
-                payload_nR[piece],
+                rows_n[chunk],
+                payload_nR[chunk],
                 weight_version,
                 self._shard,
                 weights,
-                self._incarnation,
+                link.incarnation,
             )
-            self._send(message, part, len(message.header.rows))
+            link.send(message, part, len(message.header.rows))
 
     def send_trajectory(
         self,
@@ -239,290 +177,117 @@ class RecordProducer:
         rollout: int = 0,
         continues: bool = False,
     ) -> None:
-        """Say which row consumed each token: tokens int [T], rows int [T] (-1: none), from start.
+        """Report the row of each token: tokens int [T], rows int [T] (-1: none), from ``start``.
 
-        Row numbers may be sent before or after the rows themselves. ``rollout`` is the number of
-        the request, counted up; one that does not ``continues`` the trajectory replaces it.
+        Row numbers may be sent before or after the rows themselves. The message goes to the
+        trajectory's bridge and to those of its rows. ``rollout`` is the number of the request,
+        counted up; one that does not ``continues`` the trajectory replaces it.
         """
-        self._send(
-            Trajectory(
-                self._engine_id,
-                trajectory,
-                start,
-                np.asarray(tokens, dtype=np.int32).copy(),
-                np.asarray(rows, dtype=np.int64).copy(),
-                TrajectoryState(state),
-                self._shard,
-                rollout,
-                continues,
-                self._incarnation,
+        tokens_T = np.asarray(tokens, dtype=np.int32).copy()
+        rows_T = np.asarray(rows, dtype=np.int64).copy()
+        own = shard_of(trajectory, len(self._links))
+        for owner in sorted({own, *self._owners(self._owners_of(rows_T[rows_T >= 0]))}):
+            link = self._links[owner]
+            link.send(
+                Trajectory(
+                    self._engine_id,
+                    trajectory,
+                    start,
+                    tokens_T,
+                    rows_T,
+                    TrajectoryState(state),
+                    self._shard,
+                    rollout,
+                    continues,
+                    link.incarnation,
+                )
             )
-        )
 
     def send_digests(self, weight_version: str, digests: Mapping[str, str]) -> None:
-        """Tell the digests of the quantized weights, tensor name -> hex."""
-        self._send(
-            WeightDigests(
-                self._engine_id, weight_version, dict(digests), self._shard, self._incarnation
+        """Report the digests of the quantized weights to every bridge, tensor name -> hex."""
+        for link in self._links:
+            link.send(
+                WeightDigests(
+                    self._engine_id, weight_version, dict(digests), self._shard, link.incarnation
+                )
             )
-        )
 
     def count_dropped(self, part: Part, rows: int) -> None:
-        """Note rows that the engine gave up before they came here; the bridge is told."""
-        self.dropped_rows[part] += rows
+        """Count rows that the engine dropped before it sent them; the first bridge is told."""
+        self._links[0].count_dropped(part, rows)
 
-    # --- waiting and ending
+    # --- waiting and closing
+
+    @property
+    def acknowledged_rows(self) -> int:
+        """Rows that the bridges have acknowledged."""
+        return sum(link.acknowledged_rows for link in self._links)
+
+    @property
+    def dropped_rows(self) -> Counter[Part]:
+        """Dropped rows, by part."""
+        return sum((link.dropped_rows for link in self._links), Counter())
 
     @property
     def unacknowledged_bytes(self) -> int:
         """Bytes sent and not yet acknowledged."""
-        return self._kept_bytes
+        return sum(link.unacknowledged_bytes for link in self._links)
 
-    def poll(self, *, may_give_up: bool = True) -> None:
-        """Take what the bridge has answered and resend what is due, without waiting.
-
-        Without ``may_give_up`` it raises at the deadline also where rows may be dropped.
-        """
-        self._tell_dropped()
-        self._pump(0.0, may_give_up=may_give_up)
-        self._raise_failure()
+    def poll(self) -> None:
+        """Process the replies that have arrived and resend what is due, without waiting."""
+        for link in self._links:
+            link.poll()
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until everything is acknowledged, whether rows may be dropped or not.
+        """Wait until all bridges have acknowledged everything, whether rows may be dropped or not.
 
         Raises:
-            StoreFull: it is not after ``timeout_s``, or nothing was acknowledged for the deadline,
-                because the bridge's store is full.
+            StoreFull: not acknowledged after ``timeout_s``, or nothing for the deadline, because
+                a bridge's store is full.
             BridgeUnreachable: likewise, for another reason.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        self._raise_failure()
-        self._tell_dropped()
-        while self._kept:
+        for _ in self._waits(end):
+            for link in self._links:
+                link.poll(may_drop=False)
+        for link in self._links:
+            link.flush(None if end is None else max(0.0, end - time.monotonic()))
+
+    def _waits(self, end: float | None) -> Iterator[None]:
+        """Yield while several bridges are due to acknowledge something, until ``end``."""
+        while len(self._links) > 1 and self.unacknowledged_bytes:
             if end is not None and time.monotonic() >= end:
-                raise self._not_acknowledged(timeout_s or 0.0)
-            self._pump(0.05, may_give_up=False)
-            self._raise_failure()
-            self._tell_dropped()
+                return
+            yield
+            time.sleep(_POLL_INTERVAL_S)
 
     def close(self) -> None:
-        """Close the connection at once; call flush() first to be sure of the last records."""
-        self._context.destroy(linger=0)
-        if self._shm_sender is not None:
-            self._shm_sender.close()
+        """Close all connections at once; call flush() first to be sure of the last records."""
+        for link in self._links:
+            link.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if error is None:
+            if kind is None:
                 self.flush()
         finally:
             self.close()
 
-    # --- the window
+    def _owners_of(self, rows_n: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the index of each row's bridge: int64 [n]; a single bridge gets all rows."""
+        return shards_of(rows_n) if len(self._links) > 1 else np.zeros_like(rows_n)
 
-    def _send(self, message: Message, part: Part | None = None, rows: int = 0) -> None:
-        if not self._registration:
-            raise TraceError("the bridge does not know this engine yet; call register() first")
-        if self._fenced is not None:
-            raise self._fenced
-        nbytes = _HEADER_BYTES + sum(memoryview(frame).nbytes for frame in message.frames())
-        if self._make_room(nbytes, part):
-            in_shm = self._put(message)
-            frames = encode(in_shm or message, self._next_seq)
-            self._keep_and_send(_Unacknowledged(frames, nbytes, part, rows, in_shm))
-        elif part is not None:
-            self.dropped_rows[part] += rows
-        self._tell_dropped()
-        self._pump(0.0)
-        self._raise_failure()
-
-    def _put(self, message: Message) -> RowsInShm | None:
-        """Put rows where a bridge of this machine reads them; None: they have to be sent."""
-        if self._shm_sender is None or not isinstance(message, Rows):
-            return None
-        return self._shm_sender.put(message)
-
-    def _keep_and_send(self, message: _Unacknowledged) -> None:
-        if not self._kept:
-            self._progress_at = self._heard_at = time.monotonic()
-        self._kept[self._next_seq] = message
-        self._kept_bytes += message.nbytes
-        self._next_seq += 1
-        queue_for_sending(self._socket, message.frames)
-
-    def _make_room(self, nbytes: int, part: Part | None) -> bool:
-        """Wait until the message fits the window; return False if it is to be dropped instead."""
-        window = self._window_bytes
-        if self._overflow is Overflow.DROP:
-            self._pump(0.0)
-            window += window // 4 if part is None else 0
-            return not self._kept or self._kept_bytes + nbytes <= window
-        while self._kept and self._kept_bytes + nbytes > window:
-            self._pump(0.05)
-            self._raise_failure()
-        return True
-
-    def _tell_dropped(self) -> None:
-        """Tell the bridge how many rows are dropped, unless that is told or on its way."""
-        total = self.dropped_rows.total()
-        if total == self._told_dropped or self._telling_dropped in self._kept:
-            return
-        counts = self.dropped_rows
-        message = Dropped(
-            self._engine_id,
-            counts[Part.FORWARD],
-            counts[Part.KV],
-            self._shard,
-            self._incarnation,
-        )
-        self._telling_dropped, self._told_dropped = self._next_seq, total
-        frames = encode(message, self._next_seq)
-        nbytes = sum(memoryview(frame).nbytes for frame in frames)
-        self._keep_and_send(_Unacknowledged(frames, nbytes, None, 0))
-
-    def _pump(self, wait_s: float, *, may_give_up: bool = True) -> None:
-        """Handle all answers that are there, waiting for the first; then resend or give up.
-
-        Raises:
-            StoreFull, BridgeUnreachable: it is past the deadline, unless what waits may be dropped.
-        """
-        wait_ms = int(wait_s * 1000)
-        while self._kept and self._socket.poll(wait_ms):
-            self._handle(self._socket.recv_multipart())
-            wait_ms = 0
-        now = time.monotonic()
-        if self._refused and now - self._refused_at > self._resend_after_s:
-            self._send_refused()
-        if self._kept and now - max(self._heard_at, self._resent_at) > self._resend_after_s:
-            self._resend()
-        deadline_s = self._full_deadline_s if self._is_full(now) else self._deadline_s
-        if self._kept and now - self._progress_at > deadline_s:
-            error = self._not_acknowledged(now - self._progress_at)
-            if self._overflow is Overflow.BLOCK or not (self._answered and may_give_up):
-                raise error
-            log.warning("records are dropped: %s", error)
-            self._progress_at = now
-
-    def _handle(self, frames: list[bytes]) -> None:
-        try:
-            message, seq = decode(frames)
-        except CorruptMessage as damage:
-            log.warning("a damaged answer of the bridge counts as none: %s", damage)
-            return
-        self._heard_at = time.monotonic()
-        if isinstance(message, Ack):
-            self._answered = True
-            rows = sum(self._forget(acknowledged).rows for acknowledged in message.seqs)
-            self.acknowledged_rows += rows
-            self._full = None if rows else self._full
-        elif isinstance(message, Error):
-            error = exception(message)
-            if isinstance(error, ShmUnreachable | CorruptMessage) and seq != NO_SEQ:
-                self._not_read(seq, error)
-            elif isinstance(error, UnknownEngine):
-                self._begin_again()  # the daemon was restarted without our history
-            elif isinstance(error, CorruptMessage) and seq == NO_SEQ:
-                log.warning("a message was damaged on its way and is resent: %s", error)
-                self._begin_again()
-            elif isinstance(error, EngineIdTaken):
-                self._fenced = error
-                for kept in list(self._kept):
-                    self._forget(kept)  # the bridge will never take it
-            elif isinstance(error, StoreFull):
-                self._refuse(seq, error)
-            else:
-                self._forget(seq)
-                self._failures.append(error)
-
-    def _not_read(self, seq: int, error: TraceError) -> None:
-        """Send rows themselves that the bridge could not read where they stand."""
-        kept = self._kept.get(seq)
-        if kept is None:
-            return  # a copy of a message that was answered before
-        if kept.in_shm is None or self._shm_sender is None:
-            self._forget(seq)
-            self._failures.append(error)
-            return
-        if isinstance(error, ShmUnreachable):
-            self._shm_sender.stop()
-        frames = encode(self._shm_sender.reclaim(kept.in_shm), seq)
-        self._kept[seq] = replace(kept, frames=frames, in_shm=None)
-        queue_for_sending(self._socket, frames)
-
-    def _refuse(self, seq: int, error: StoreFull) -> None:
-        """The store is full: give the message up, or keep it for another try a little later."""
-        if self._full is None:
-            log.warning("the engine %ss records: %s", self._overflow.value, error)
-        self._full = error
-        self._refused_at = time.monotonic()
-        kept = self._kept.get(seq)
-        if self._overflow is Overflow.DROP and kept is not None and kept.part is not None:
-            self.dropped_rows[kept.part] += self._forget(seq).rows
-        else:
-            self._refused.add(seq)
-
-    def _send_refused(self) -> None:
-        """Try again what the full store refused; the rest is on its way."""
-        for seq in sorted(self._refused & self._kept.keys()):
-            queue_for_sending(self._socket, self._kept[seq].frames)
-        self._refused.clear()
-        self._resent_at = time.monotonic()
-
-    def _begin_again(self) -> None:
-        """Begin with the hello, unless that was done a moment ago."""
-        if time.monotonic() - self._resent_at > _HELLO_PAUSE_S:
-            self._resend()
-
-    def _forget(self, seq: int) -> _Unacknowledged:
-        """Let go of a message that was answered and return it; an empty one if it was before."""
-        kept = self._kept.pop(seq, _NOTHING)
-        self._kept_bytes -= kept.nbytes
-        if kept.in_shm is not None and self._shm_sender is not None:
-            self._shm_sender.release(kept.in_shm)
-        self._progress_at = time.monotonic()
-        return kept
-
-    def _raise_failure(self) -> None:
-        if self._fenced is not None:
-            raise self._fenced
-        if self._failures:
-            first, self._failures = self._failures[0], []
-            raise first
-
-    # --- the socket
-
-    def _resend(self) -> None:
-        """Send the hello and everything unacknowledged over a new connection.
-
-        A new one, because the queue of the old one may hold copies of the same messages.
-        """
-        self._socket.close(linger=0)
-        self._socket = self._dialer.dial(self._context)
-        for frames in (self._registration, *(kept.frames for kept in self._kept.values())):
-            queue_for_sending(self._socket, frames)
-        self._refused.clear()
-        self._resent_at = time.monotonic()
-
-    def _is_full(self, now: float) -> bool:
-        """Whether the bridge lives and says that its store is full."""
-        return self._full is not None and now - self._heard_at <= 2 * self._resend_after_s
-
-    def _not_acknowledged(self, waited_s: float) -> StoreFull | BridgeUnreachable:
-        """Return why nothing was acknowledged: the store is full, or else nobody answers."""
-        if self._is_full(time.monotonic()):
-            return StoreFull(
-                f"the bridge at {self.endpoint} took nothing for {waited_s:.3g} s because it is "
-                f"full ({len(self._kept)} messages wait): {self._full}"
+    def _owners(self, owners_n: NDArray[np.int64]) -> list[int]:
+        """Return the shards that occur; raise TraceError for one that is not in the list."""
+        if not len(owners_n):
+            return []
+        first, last = int(owners_n.min()), int(owners_n.max())
+        if not 0 <= first <= last < len(self._links):
+            raise TraceError(
+                f"a row number names bridge {last} of {len(self._links)}; number rows with "
+                "bridge.transport.bridge_sharding.row_number and shards of the same list of bridges"
             )
-        return BridgeUnreachable(
-            f"no bridge acknowledged anything at {self.endpoint} for {waited_s:.3g} s "
-            f"({len(self._kept)} messages wait); {self._dialer.remedy()}"
-        )
+        if first == last:
+            return [first]
+        owners: list[int] = np.unique(owners_n).tolist()
+        return owners

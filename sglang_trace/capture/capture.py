@@ -21,7 +21,6 @@ from bridge.errors import TraceError
 from bridge.layout import Part, RecordLayout, Site
 from bridge.layout.rank_shards import rank_shards
 from bridge.producer.producer import RecordProducer
-from bridge.producer.sharded import RecordProducers
 from bridge.transport.bridge_sharding import parse_endpoints
 from bridge.wire import TrajectoryState
 from sglang_trace.capture.device_to_host import made
@@ -322,7 +321,7 @@ def start(model_runner: Any, config: TraceConfig, layout: RecordLayout, max_rows
     pool, device = model_runner.token_to_kv_pool, model_runner.device
     endpoints = parse_endpoints(config.bridge)
 
-    def introduce(producer: RecordProducers) -> None:
+    def introduce(producer: RecordProducer) -> None:
         model = {"path": model_runner.model_config.model_path}
         scales = global_scales(layout, pool)
         producer.register(config.run, layout, scales, model, shards=shards, shard=rank)
@@ -334,14 +333,11 @@ def start(model_runner: Any, config: TraceConfig, layout: RecordLayout, max_rows
         Ledger(pool.size + pool.page_size, device),
         Staging(own, max_rows, device),
         Shipper(
-            lambda: RecordProducers(
-                RecordProducer(
-                    each,
-                    keys=config.bridge_keys or None,
-                    overflow=config.on_overflow,
-                    full_deadline_s=FULL_DEADLINE_S,
-                )
-                for each in endpoints
+            lambda: RecordProducer(
+                config.bridge,
+                keys=config.bridge_keys or None,
+                overflow=config.on_overflow,
+                full_deadline_s=FULL_DEADLINE_S,
             ),
             introduce,
             own,

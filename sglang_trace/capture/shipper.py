@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 from bridge.errors import TraceError
 from bridge.layout import Part, RecordLayout
-from bridge.producer.producer import Overflow
-from bridge.producer.sharded import RecordProducers
+from bridge.producer.producer import Overflow, RecordProducer
 from sglang_trace.capture.device_to_host import HostCopy
 from sglang_trace.capture.events import (
     DigestsEvent,
@@ -41,8 +40,8 @@ class Shipper:
 
     def __init__(
         self,
-        connect: Callable[[], RecordProducers],
-        introduce: Callable[[RecordProducers], None],
+        connect: Callable[[], RecordProducer],
+        introduce: Callable[[RecordProducer], None],
         layout: RecordLayout,
         overflow: Overflow = Overflow.BLOCK,
     ) -> None:
@@ -112,8 +111,8 @@ class Shipper:
 
     def _run(
         self,
-        connect: Callable[[], RecordProducers],
-        introduce: Callable[[RecordProducers], None],
+        connect: Callable[[], RecordProducer],
+        introduce: Callable[[RecordProducer], None],
     ) -> None:
         try:
             with connect() as producer:
@@ -140,7 +139,7 @@ class Shipper:
             self._queue.clear()
             self._changed.notify_all()
 
-    def _next(self, producer: RecordProducers) -> Event | None:
+    def _next(self, producer: RecordProducer) -> Event | None:
         """Return the next event, None when closing and all are sent."""
         while True:
             with self._changed:
@@ -156,13 +155,13 @@ class Shipper:
             # Idle: take acknowledgements, resend what was lost.
             producer.poll()
 
-    def _tell_dropped(self, producer: RecordProducers) -> None:
+    def _tell_dropped(self, producer: RecordProducer) -> None:
         with self._changed:
             dropped, self._dropped = self._dropped, Counter()
         for part, rows in dropped.items():
             producer.count_dropped(part, rows)
 
-    def _send(self, producer: RecordProducers, event: Event) -> None:
+    def _send(self, producer: RecordProducer, event: Event) -> None:
         self._tell_dropped(producer)
         match event:
             case RowsEvent():
@@ -200,7 +199,7 @@ class Shipper:
             case DigestsEvent():
                 producer.send_digests(event.weight_version, event.digests)
 
-    def _send_due(self, producer: RecordProducers, event: DueRowsEvent) -> None:
+    def _send_due(self, producer: RecordProducer, event: DueRowsEvent) -> None:
         due = event.due
         count = int(self._host_copy.whole(due.count_1, event.made))
         if count == 0:

@@ -13,7 +13,8 @@ import numpy as np
 from bridge.errors import StoreFull, TraceError
 from bridge.layout import Part
 from bridge.producer import shm_sender
-from bridge.producer.producer import Overflow, RecordProducer, _Unacknowledged
+from bridge.producer.link import BridgeLink, LinkOptions, _Unacknowledged
+from bridge.producer.producer import Overflow, RecordProducer
 from bridge.producer.shm_sender import ShmSender
 from bridge.wire import Ack, TrajectoryState, decode
 from tests.faults.expected import LAYOUT, Expected
@@ -49,21 +50,15 @@ class Stream:
         return read(self.journal, self.expected.rows, sent_after=sent_after)
 
 
-class WitnessedProducer(RecordProducer):
+class WitnessedLink(BridgeLink):
     """Writes down what is sent and what is acknowledged, each before it has any effect.
 
-    Of every four seeds in a row two have their rows read out of memory as long as there is a place.
+    Of every four seeds in a row two send rows through shared memory as long as there is a buffer.
     """
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, endpoint: str, stream: Stream, options: LinkOptions) -> None:
         self._journal = Journal(stream.journal)
-        super().__init__(
-            stream.endpoint,
-            window_bytes=stream.window_bytes,
-            resend_after_s=stream.resend_after_s,
-            deadline_s=stream.deadline_s,
-            overflow=stream.overflow,
-        )
+        super().__init__(endpoint, None, options)
         self._shm_sender = (
             ShmSender(_PLACES * _LOCATION_BYTES, _LOCATION_BYTES) if stream.seed & 2 else None
         )
@@ -81,6 +76,23 @@ class WitnessedProducer(RecordProducer):
         if isinstance(message, Ack):
             self._journal.acknowledge(message.seqs)
         super()._handle(frames)
+
+
+class WitnessedProducer(RecordProducer):
+    """A producer whose link writes down what happens."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        super().__init__(
+            stream.endpoint,
+            window_bytes=stream.window_bytes,
+            resend_after_s=stream.resend_after_s,
+            deadline_s=stream.deadline_s,
+            overflow=stream.overflow,
+        )
+
+    def _link(self, endpoint: str, keys: object, options: LinkOptions) -> BridgeLink:
+        return WitnessedLink(endpoint, self._stream, options)
 
 
 def run(stream: Stream) -> None:

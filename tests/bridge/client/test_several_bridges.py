@@ -24,7 +24,6 @@ from bridge.daemon.spawn import EmbeddedBridge
 from bridge.errors import BridgeUnreachable, TraceError, UnknownTrajectory
 from bridge.layout import Part, RecordLayout, Site
 from bridge.producer.producer import Overflow, RecordProducer
-from bridge.producer.sharded import RecordProducers
 from bridge.transport.bridge_sharding import (
     InvalidEndpoints,
     counts_of,
@@ -52,9 +51,8 @@ def endpoints() -> Iterator[str]:
 
 
 @contextmanager
-def producers(endpoints: str, engine: str, **options: Any) -> Iterator[RecordProducers]:
-    each = [RecordProducer(endpoint, **options) for endpoint in parse_endpoints(endpoints)]
-    with RecordProducers(each) as connected:
+def producers(endpoints: str, engine: str, **options: Any) -> Iterator[RecordProducer]:
+    with RecordProducer(endpoints, **options) as connected:
         connected.register(engine, LAYOUT, {2: (0.5, 2.0)})
         yield connected
 
@@ -75,7 +73,7 @@ def name_at(home: int, bridges: int = BRIDGES, salt: str = "t") -> str:
 class Rollout:
     """Trajectories of one engine, which computes each row for one of them and may use it again."""
 
-    def __init__(self, connected: RecordProducers, bridges: int = BRIDGES) -> None:
+    def __init__(self, connected: RecordProducer, bridges: int = BRIDGES) -> None:
         self._connected = connected
         self._bridges = bridges
         self.rows = 0
@@ -238,10 +236,10 @@ def test_a_killed_bridge_costs_an_engine_that_may_drop_only_what_was_not_acknowl
         assert stats.forward_rows + stats.kv_rows + dropped.total() == 2 * (4 + 20) * BRIDGES
 
 
-def _settle(connected: RecordProducers, alive: tuple[int, ...]) -> None:
+def _settle(connected: RecordProducer, alive: tuple[int, ...]) -> None:
     """Wait until the bridges that live have everything, so that only the dead one overflows."""
     end = time.monotonic() + 20
-    while any(connected._producers[home].unacknowledged_bytes for home in alive):
+    while any(connected._links[home].unacknowledged_bytes for home in alive):
         assert time.monotonic() < end
         connected.poll()
 
@@ -286,8 +284,7 @@ def test_ranks_of_an_engine_spread_their_shares_of_rows_over_the_same_bridges(
     rows = [row_number(i, (0, 2)[i % 2]) for i in range(6)]
     with ExitStack() as stack, TraceClient(endpoints) as client:
         for rank in range(ranks.tp):
-            each = [RecordProducer(endpoint) for endpoint in parse_endpoints(endpoints)]
-            connected = stack.enter_context(RecordProducers(each))
+            connected = stack.enter_context(RecordProducer(endpoints))
             connected.register(f"tp {through}", ranks.layout, shards=ranks.shards, shard=rank)
             for part in Part:
                 if ranks.shards[rank].sends(part):

@@ -15,7 +15,6 @@ from bridge.daemon import spawn
 from bridge.errors import EngineIdTaken, RowTaken
 from bridge.layout import Part, RecordLayout
 from bridge.producer.producer import RecordProducer
-from bridge.producer.sharded import RecordProducers
 from bridge.store import CachedStore, DiskStore, MemoryStore, Store
 
 MakeRows = Callable[..., NDArray[np.uint8]]
@@ -38,9 +37,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
-def run(
-    producer: RecordProducer | RecordProducers, layout: RecordLayout, payload: NDArray[np.uint8]
-) -> None:
+def run(producer: RecordProducer, layout: RecordLayout, payload: NDArray[np.uint8]) -> None:
     """Do what every engine process does: count rows from 0."""
     producer.register("run", layout)
     producer.send_rows(Part.FORWARD, range(len(payload)), payload, "1")
@@ -108,10 +105,10 @@ def test_with_several_bridges_a_twin_is_refused_before_any_takes_its_rows(
 ) -> None:
     endpoints = [serve(MemoryStore(64 << 20)) for _ in range(2)]
     payload = make_rows(Part.FORWARD, range(4))
-    with RecordProducers(RecordProducer(each) for each in endpoints) as producers:
+    with RecordProducer(",".join(endpoints)) as producers:
         run(producers, layout, payload)
         with (
-            closing(RecordProducers(RecordProducer(each) for each in endpoints)) as twin,
+            closing(RecordProducer(",".join(endpoints))) as twin,
             pytest.raises(EngineIdTaken),
         ):
             run(twin, layout, ~payload)

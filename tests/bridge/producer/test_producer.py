@@ -56,7 +56,7 @@ def test_an_engine_whose_connection_was_given_up_says_it_all_over_a_new_one(
 ) -> None:
     """As ZeroMQ does with one that is turned away: a plain send would wait for ever."""
     with closing(RecordProducer(endpoint, resend_after_s=0.2)) as producer:
-        producer._socket.disconnect(endpoint)
+        producer._links[0]._socket.disconnect(endpoint)
         producer.register("e", layout)
     with TraceClient(endpoint) as client:
         assert client.stats().engines == 1
@@ -108,7 +108,7 @@ def test_large_payloads_travel_in_several_messages(
     make_rows: Callable[..., NDArray[np.uint8]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("bridge.producer.producer._MESSAGE_BYTES", 1000)
+    monkeypatch.setattr("bridge.producer.producer.MESSAGE_BYTES", 1000)
     payload = make_rows(Part.KV, range(100))
     with RecordProducer(endpoint) as producer:
         producer.register("e", layout)

@@ -168,7 +168,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     from bridge.wire import encode
 
-    monkeypatch.setattr("bridge.producer.producer.encode", noting)
+    monkeypatch.setattr("bridge.producer.link.encode", noting)
     return kinds
 
 
@@ -251,12 +251,14 @@ def test_a_late_copy_of_a_message_that_was_answered_changes_nothing(
     first, second = (make_rows(Part.FORWARD, range(20 * n, 20 * n + 20)) for n in range(2))
     with RecordProducer(endpoint) as producer:
         producer.register("e", layout)
+        link, kept = producer._links[0], []
+        keep = link._keep_and_send
+        monkeypatch.setattr(link, "_keep_and_send", lambda each: (kept.append(each), keep(each)))
         producer.send_rows(Part.FORWARD, range(20), first, "v")
-        (kept,) = producer._kept.values()
-        frames = [bytes(frame) for frame in kept.frames]
+        frames = [bytes(frame) for frame in kept[0].frames]
         producer.flush()
         producer.send_rows(Part.FORWARD, range(20, 40), second, "v")
-        producer._socket.send_multipart(frames)
+        producer._links[0]._socket.send_multipart(frames)
         producer.send_trajectory("t", 0, range(40), range(40), "finished")
         producer.flush()
         assert producer.acknowledged_rows == 40

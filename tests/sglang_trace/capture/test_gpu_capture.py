@@ -19,7 +19,6 @@ from bridge.fp4.digest import digest
 from bridge.fp4.nvfp4 import quantize_weight
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from bridge.producer.producer import RecordProducer
-from bridge.producer.sharded import RecordProducers
 from sglang_trace.capture.capture import Capture, changed_digests
 from sglang_trace.capture.ledger import Ledger
 from sglang_trace.capture.shipper import Shipper
@@ -231,7 +230,7 @@ def test_decode_graphs_record_each_row_once_without_a_wait_and_no_padding() -> N
     slots_on_gpu = [each.cuda() for each in slots]
     bridge = spawn.start()
     shipper = Shipper(
-        lambda: RecordProducers([RecordProducer(bridge.endpoint)]),
+        lambda: RecordProducer(bridge.endpoint),
         lambda producer: producer.register("engine", layout),
         layout,
     )

@@ -16,8 +16,7 @@ from bridge.daemon import spawn
 from bridge.errors import NonFiniteActivation
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from bridge.producer.producer import Overflow, RecordProducer
-from bridge.producer.sharded import RecordProducers
-from bridge.transport.bridge_sharding import parse_endpoints, shard_of
+from bridge.transport.bridge_sharding import shard_of
 from sglang_trace.capture.capture import Capture, kv_source
 from sglang_trace.capture.kv_cpu import KVReader
 from sglang_trace.capture.kv_gpu import KVGather
@@ -55,9 +54,7 @@ def pool() -> Any:
 
 def shipper_to(endpoint: str, overflow: Overflow = Overflow.BLOCK) -> Shipper:
     return Shipper(
-        lambda: RecordProducers(
-            RecordProducer(each, overflow=overflow) for each in parse_endpoints(endpoint)
-        ),
+        lambda: RecordProducer(endpoint, overflow=overflow),
         lambda producer: producer.register("engine", LAYOUT),
         LAYOUT,
         overflow,

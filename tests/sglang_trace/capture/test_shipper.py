@@ -14,7 +14,6 @@ from bridge.errors import BridgeUnreachable, NonFiniteActivation
 from bridge.fp4.nvfp4 import quantize_nvfp4, token_scale
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from bridge.producer.producer import Overflow, RecordProducer
-from bridge.producer.sharded import RecordProducers
 from bridge.wire import TrajectoryState
 from sglang_trace.capture.events import DigestsEvent, RowsEvent, TrajectoryEvent
 from sglang_trace.capture.shipper import Shipper, ShipperFailed
@@ -34,7 +33,7 @@ def bridge() -> Iterator[str]:
 
 def shipper_to(endpoint: str, overflow: Overflow = Overflow.BLOCK, **options: float) -> Shipper:
     return Shipper(
-        lambda: RecordProducers([RecordProducer(endpoint, overflow=overflow, **options)]),
+        lambda: RecordProducer(endpoint, overflow=overflow, **options),
         lambda producer: producer.register("engine", LAYOUT),
         LAYOUT,
         overflow,
