@@ -1,12 +1,12 @@
-"""The errors that more than one room raises or catches.
+"""The errors that more than one folder raises or catches.
 
-Every message is one sentence that names the fix; command lines print it as `error: <sentence>`
-to stderr and exit with status 1.
+Every error message says what is wrong and names the fix. Command lines print it as
+`error: <message>` to stderr and exit with status 1.
 """
 
 
 class TraceError(Exception):
-    """Base of every error of this project; `str(error)` is one sentence that names the fix."""
+    """Base of every error of this project; `str(error)` names the fix."""
 
 
 class SchemaMismatch(TraceError):
@@ -26,15 +26,15 @@ class LayoutError(TraceError):
 
 
 class UnknownEngine(TraceError):
-    """An engine sent records without a hello that this daemon remembers."""
+    """An engine sent records, but this daemon does not know its registration."""
 
 
 class TokenMismatch(TraceError):
-    """The bridge's trajectory has other tokens than the trainer's: its records must not guide."""
+    """The bridge's trajectory has other tokens than the trainer's, so its records do not apply."""
 
 
 class UnknownTrajectory(TraceError):
-    """No record exists under the trajectory name that was asked for."""
+    """No record exists under the requested trajectory name."""
 
 
 class WeightVersionMismatch(TraceError):
@@ -58,11 +58,11 @@ class StoreFull(TraceError):
 
 
 class TooManyRequests(TraceError):
-    """A client asks on and on without reading the answers."""
+    """A client sends more requests without reading the replies."""
 
 
 class StoreFailing(StoreFull):
-    """The store cannot be written to; what it holds is read, and a later try may succeed."""
+    """The store cannot be written to; reads continue, and a later write may succeed."""
 
 
 class BridgeUnreachable(TraceError):

@@ -1,13 +1,13 @@
-"""Texts of strangers, such as names of engines, as a person may see them."""
+"""Safe display of texts from untrusted peers, such as engine names."""
 
 from __future__ import annotations
 
 
 def plain(text: str) -> str:
-    r"""Return a text without what a terminal obeys or what hides or reorders other text.
+    r"""Return a text without terminal controls and without characters that hide or reorder text.
 
-    Control characters, line ends, bidirectional marks and other characters that have no shape are
-    written as Python writes them: "\x1b", "\u202e".
+    Control characters, line ends, bidirectional marks and other characters without a glyph become
+    Python escapes: "\x1b", "\u202e".
     """
     if text.isprintable():
         return text

@@ -1,4 +1,4 @@
-"""One fingerprint of a quantized tensor, so that two machines can prove they hold the same bits."""
+"""A fingerprint of a quantized tensor: two machines compare it to prove that their bits agree."""
 
 import hashlib
 

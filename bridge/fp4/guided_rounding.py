@@ -6,7 +6,7 @@ the end of the bracket closest to it. On the code line that is a clamp of the re
 bracket. Source: TRACE (arXiv 2610.07767), algorithm 1 and the bracket rule.
 
 A record of 1 to 3 bits does not hold the sign, which is then taken from z, and a record of 1 or 2
-bits fits several magnitudes. The paper leaves open which one is meant, so both readings exist by
+bits fits several magnitudes. The paper leaves open which one is meant, so both rules exist by
 name (`MatchRule`). With 1 bit they differ exactly for bit 1 and |z| in (2, 2.25) or (4, 4.5).
 
 Shape legend: N values along the quantized (last) dimension.
@@ -32,7 +32,7 @@ from bridge.fp4.nvfp4 import (
 
 
 class MatchRule(StrEnum):
-    """Which of the magnitudes that share the recorded low bits is meant.
+    """The rule that picks one of the magnitudes that share the recorded low bits.
 
     PARITY: the one fewest code steps from z. With 1 bit it is the bracket end of that parity.
     NEAREST: the one whose value is nearest to |z|.

@@ -3,7 +3,7 @@
 Formats
     E2M1   sign, 2 exponent bits, 1 mantissa bit. Code word = sign << 3 | magnitude index; the
            magnitudes are `E2M1_MAGNITUDES` (OCP Microscaling Formats v1.0, table 5).
-    NVFP4  blocks of 16 code words with one E4M3 scale, and one FP32 scale a tensor or a token.
+    NVFP4  blocks of 16 code words with one E4M3 scale, and one FP32 scale per tensor or token.
     MXFP4  blocks of 32 code words with one E8M0 scale (OCP Microscaling Formats v1.0, 6.3).
 
 Non-finite input is never silent: its block gets the scale code that means NaN and code words 0, so

@@ -1,4 +1,4 @@
-"""What a record looks like, byte for byte, and what a token costs."""
+"""The layout of a record, byte for byte, and the size of a token."""
 
 from bridge.layout.record import Field, RecordLayout
 from bridge.layout.shape import ModelShape, deeper_half, parse_layers

@@ -1,4 +1,4 @@
-"""Where the bytes of a narrowed row lie in a row of the layout it was narrowed from.
+"""The columns of a narrowed row within a row of the layout it was narrowed from.
 
 Shape legend: B bytes of a narrowed row.
 """
@@ -19,14 +19,16 @@ from bridge.layout.site import Kind, Part
 def byte_columns(full: RecordLayout, narrowed: RecordLayout, part: Part) -> NDArray[np.int64]:
     """Return, for every byte of a narrowed row, its column in a full row: int64 [B], ascending.
 
-    Nobody may change the array.
+    Callers must not change the array.
     """
-    places = {(f.site, f.layer, f.slot, f.kind): f for f in full.fields(part)}
-    pieces = [
-        _columns(full, places[field.site, field.layer, field.slot, field.kind], narrowed, field)
+    full_fields = {(f.site, f.layer, f.slot, f.kind): f for f in full.fields(part)}
+    parts = [
+        _columns(
+            full, full_fields[field.site, field.layer, field.slot, field.kind], narrowed, field
+        )
         for field in narrowed.fields(part)
     ]
-    columns_B = np.concatenate([np.empty(0, np.int64), *pieces])
+    columns_B = np.concatenate([np.empty(0, np.int64), *parts])
     columns_B.flags.writeable = False
     return columns_B
 
@@ -43,7 +45,7 @@ def overlap(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the bytes that two narrowed rows share, as columns of the one and of the other.
 
-    Nobody may change the arrays.
+    Callers must not change the arrays.
     """
     _, source_B, target_B = np.intersect1d(
         byte_columns(full, source, part),

@@ -1,9 +1,9 @@
-"""How SGLang's ranks share a row, from its sizes of tensor and expert parallelism.
+"""The shards of a row on SGLang's ranks, from its tensor- and expert-parallel sizes.
 
 Every rank of a tensor-parallel group computes the same tokens. The group's KV heads are split, or
 repeated where there are fewer heads than ranks. `ep` groups of ranks hold different experts; the
 ranks of one such group split the width of each of them (SGLang numbers those next to each other).
-What is the same on all ranks is sent by the first.
+The first rank sends what is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from bridge.layout.tensor_slice import Bounds, TensorSlice
 
 
 def rank_shards(layout: RecordLayout, tp: int, ep: int = 1) -> tuple[Shard, ...]:
-    """Return what each of the `tp` ranks of one engine sends, in the order of the ranks.
+    """Return the shard of each of the `tp` ranks of one engine, in rank order.
 
     Raises:
-        LayoutError: the model cannot be split so.
+        LayoutError: the model cannot be split by these sizes.
     """
     if tp % ep:
         raise LayoutError(f"{tp} ranks cannot form {ep} equal groups of experts.")

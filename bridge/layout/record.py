@@ -1,6 +1,6 @@
-"""What a recorded token row looks like, byte for byte, and what a token costs.
+"""The layout of a recorded token row, byte for byte, and the size of a token.
 
-A row has two parts that travel at different times: FORWARD (routes, fc1, fc2) after each forward
+A row has two parts that are sent at different times: FORWARD (routes, fc1, fc2) after each forward
 pass, KV (k, v) when a request finishes and its FP4 cache is read back. The order of fields:
 
     FORWARD  every MoE layer's routes, then for each captured MoE layer its fc1, then its fc2
@@ -9,8 +9,8 @@ pass, KV (k, v) when a request finishes and its FP4 cache is read back. The orde
 
 A quantized site is NVFP4: code planes (see `bridge.fp4.bit_planes`), E4M3 block scales, whole or
 their low 2 bits (see `bridge.fp4.scale_bits`), and for fc1 and fc2 the token's FP32 scale. K and V
-have one FP32 scale a layer, told once by the engine, not here. Multi-byte numbers are
-little-endian.
+have one FP32 scale per layer, which the engine registers; it is not in the row. Multi-byte numbers
+are little-endian.
 
 Torch is imported inside the functions that handle tensors: the bridge daemon handles none and must
 start without it.

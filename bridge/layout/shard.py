@@ -1,14 +1,14 @@
-"""Which share of every row one rank of an engine sends.
+"""The columns of every row that one rank of an engine sends.
 
 A tensor-parallel rank sends the values that it computed: its KV heads, its part of every expert's
-width. An expert-parallel rank sends whole expert slots, and which ones differs from row to row, so
-its rows say it and hold those alone:
+width. An expert-parallel rank sends whole expert slots. They differ from row to row, so each row
+lists its slots and has only those:
 
     bytes of all sites but fc2 | bitmap of the slots it computed | these slots' fc2, in order
 
 Slots are ordered by layer and within a layer as in a row; bit 0 of the bitmap's first byte is the
-first slot. All rows of one message have the width that the fullest of them needs, so that a row's
-place follows from its number; what lies behind a row's last slot means nothing.
+first slot. All rows of one message have the width of the fullest one, so a row's offset follows
+from its index. Bytes behind a row's last slot have no meaning.
 
 Shape legend: n rows, B bytes of a row, C expert slots of a row in all layers, W bytes of a slot.
 """
@@ -37,9 +37,9 @@ MAX_SHARD_FIELDS = 1 << 17
 
 @dataclass(frozen=True)
 class Shard:
-    """What of the engine's layout a rank sends, as the layout of its own rows.
+    """The part of the engine's layout that a rank sends, as the layout of its own rows.
 
-    ``by_slot``: of fc2, only the expert slots that this rank computed, told row by row.
+    ``by_slot``: of fc2, only the expert slots that this rank computed, which every row lists.
     """
 
     layout: RecordLayout
@@ -50,11 +50,11 @@ class Shard:
             raise LayoutError("A rank that sends slots of fc2 needs a layout that records fc2.")
 
     def sends(self, part: Part) -> bool:
-        """Whether the rank sends rows of this part at all."""
+        """Whether the rank sends rows of this part."""
         return self.layout.row_bytes(part) > 0
 
     def accepts(self, part: Part, row_bytes: int) -> bool:
-        """Whether a message may have rows of so many bytes."""
+        """Whether a message may have rows of ``row_bytes``."""
         if not self.by_slot or part is Part.KV:
             return 0 < row_bytes == self.layout.row_bytes(part)
         slots, rest = divmod(row_bytes - self.head_bytes, self.slot_bytes)

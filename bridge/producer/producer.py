@@ -213,7 +213,7 @@ class RecordProducer(AbstractContextManager["RecordProducer"]):
             )
 
     def count_dropped(self, part: Part, rows: int) -> None:
-        """Count rows that the engine dropped before it sent them; the first bridge is told."""
+        """Count rows that the engine dropped before sending; the first bridge gets the count."""
         self._links[0].count_dropped(part, rows)
 
     # --- waiting and closing

@@ -1,4 +1,4 @@
-"""The ZeroMQ messages of the bridge: dataclasses, their frames, a parser that bounds all sizes."""
+"""The ZeroMQ messages of the bridge: Structs, their frames, a parser that bounds all sizes."""
 
 from bridge.wire.admin import (
     Digests,

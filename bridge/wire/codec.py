@@ -53,7 +53,7 @@ def decode(frames: Sequence[Buffer], version: int = SCHEMA_VERSION) -> tuple[Mes
 
     Raises:
         SchemaMismatch: the sender speaks another schema version.
-        CorruptMessage: anything else that is not one of our messages, whole and unaltered.
+        CorruptMessage: it is not a complete and unaltered message of this schema.
     """
     envelope = unseal(frames, version)
     return parsed(envelope), envelope.seq

@@ -2,8 +2,8 @@
 
 First frame: 20-byte preamble (magic, schema version, reserved, header length, header checksum),
 then a msgpack map {"type", "seq", "sums", "body"}; "sums" has the checksum of every payload frame.
-The schema version sits in front of everything that a later schema may change, so an old reader
-still names the version. Checksums are XXH3 (64 bits): one call a frame, far faster than memory.
+The schema version precedes everything that a later schema may change, so an old reader can still
+name the version. Checksums are XXH3 (64 bits): one call per frame, far faster than memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_HEADER_BYTES = 16 << 20
 MAX_SEQ = 1 << 62
 NO_SEQ = -1
 MAX_FRAMES = 8
-# The largest are the row numbers of the longest trajectory; ZeroMQ refuses larger frames unread.
+# The largest are the row numbers of the longest trajectory. ZeroMQ refuses larger frames unread.
 MAX_FRAME_BYTES = 32 << 20
 MAX_MESSAGE_BYTES = 64 << 20
 # Lists and maps in one header: a page of trajectory summaries has two for each.
@@ -107,8 +107,8 @@ def _open_header(frame: memoryview, version: int) -> dict[str, Any]:
 def _checked_header(packed: memoryview) -> dict[str, Any]:
     counted = _Counted()
     try:
-        # msgpack makes a list as long as announced, nested up to a thousand deep, before it reads
-        # the items; nothing here has bytes or extensions.
+        # msgpack allocates lists of the announced length, nested up to a thousand deep, before it
+        # reads the items. No header has bytes or extensions.
         header = msgpack.unpackb(
             packed,
             max_array_len=MAX_LIST_ITEMS,
@@ -131,7 +131,7 @@ def _checked_header(packed: memoryview) -> dict[str, Any]:
 
 
 class _Counted:
-    """Refuses a header of very many lists and maps: an empty one is one byte and takes 64."""
+    """Refuses a header of too many lists and maps: an empty one of a byte takes 64 in memory."""
 
     def __init__(self) -> None:
         self._left = MAX_CONTAINERS

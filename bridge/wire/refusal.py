@@ -1,4 +1,4 @@
-"""Errors across the wire: an exception of the daemon becomes the same exception of its peer."""
+"""Errors across the wire: an exception in the daemon is raised as the same class at its peer."""
 
 from __future__ import annotations
 
