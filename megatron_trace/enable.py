@@ -38,6 +38,7 @@ from megatron_trace.preflight.unsupported import (
     refuse_attention,
     refuse_config,
     refuse_experts,
+    refuse_model,
 )
 from megatron_trace.rounding.work_buffer import free_work_buffers
 
@@ -75,6 +76,7 @@ def enable_fp4(model: Model, config: TraceTrainerConfig | None = None) -> None:
     """
     config = config or TraceTrainerConfig()
     require_live_hooks()
+    refuse_model(_modules(model))
     layers = list(_layers(model))
     if not layers and not any(isinstance(module, GPTModel) for module in _modules(model)):
         raise UnsupportedModel(

@@ -5,10 +5,12 @@ A model that is not refused runs exactly the functions that the patches hook.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.mlp import MLP
@@ -138,6 +140,16 @@ def refuse_config(config: TransformerConfig, *, experts: bool = True) -> None:
     for refusal in REFUSALS:
         if (experts or not refusal.experts_only) and refusal.applies(config):
             raise UnsupportedModel(refusal.sentence)
+
+
+def refuse_model(modules: Iterable[nn.Module]) -> None:
+    """Refuse a language model whose layers are not numbered as the records' are."""
+    for module in modules:
+        if isinstance(module, LanguageModule) and not isinstance(module, GPTModel):
+            raise UnsupportedModel(
+                f"{type(module).__name__} numbers its layers otherwise than the rollout's records: "
+                "build the model as a GPTModel."
+            )
 
 
 def refuse_attention(attention: Attention) -> None:

@@ -61,6 +61,9 @@ _MODULES = (
         "megatron.core.packed_seq_params:PackedSeqParams",
         ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
     ),
+    Attributes(
+        "megatron.core.models.common.language_module.language_module:LanguageModule", ("forward",)
+    ),
     Attributes(f"{_TRANSFORMER}.attention:Attention", ("config", "pg_collection", "forward")),
     Attributes(
         f"{_MOE}.moe_layer:MoELayer",

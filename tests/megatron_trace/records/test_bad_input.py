@@ -318,6 +318,20 @@ def test_experts_of_another_kind_are_refused(build: Callable[..., Any]) -> None:
         enable_fp4(model)
 
 
+def test_a_model_that_numbers_its_layers_otherwise_is_refused(build: Callable[..., Any]) -> None:
+    """As Megatron-core's HybridModel, which counts attention and experts apart."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    from megatron_trace import enable_fp4
+    from megatron_trace.preflight.unsupported import UnsupportedModel
+
+    model = build()
+    model.__class__ = type("HybridModel", (LanguageModule,), {})
+    with pytest.raises(UnsupportedModel, match="HybridModel numbers its layers") as error:
+        enable_fp4(model)
+    assert_one_sentence(error)
+
+
 def test_a_model_without_layers_is_refused() -> None:
     from megatron_trace import enable_fp4
     from megatron_trace.preflight.unsupported import UnsupportedModel
