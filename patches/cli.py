@@ -21,7 +21,7 @@ from patches.maintain import commands
 HELP = (
     "Patch SGLang and Megatron-core in place, reversibly, and check them.\n\n"
     "`apply`, then `doctor`, then start your job through our launchers; `status` says what is "
-    "there and which command mends it. TARGET is one of the names that `status` shows; without "
+    "there and which command fixes it. TARGET is one of the names that `status` shows; without "
     "one a command works on every target that is there. Without --site and --tree that is the "
     "copy that Python would import."
 )

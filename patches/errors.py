@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 
 class PatchError(Exception):
-    """A target cannot be read, patched or trusted; the text is one sentence that names the fix."""
+    """A target cannot be read, patched or trusted; the message names the fix."""
 
 
 class NotInstalledError(PatchError):

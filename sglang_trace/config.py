@@ -43,7 +43,7 @@ class TraceConfig:
     bits     low bits kept of each code word, 1 to 4
     scale_bits    bits kept of each block scale, 8 or 2
     on_overflow   what happens to records that the bridge does not take in time
-    failure_file  where a process of the server writes the sentence that ended it
+    failure_file  where a process of the server writes the error message that ended it
     bridge_keys   this client's key file, empty for a bridge without keys
     run           names this run of the server, the same in all its processes
     """
@@ -78,10 +78,10 @@ class TraceConfig:
         fields["on_overflow"] = Overflow(fields["on_overflow"])
         return cls(**fields)
 
-    def report_failure(self, sentence: str) -> None:
-        """Leave the sentence for the launcher, which outlives the server; the first one counts."""
+    def report_failure(self, message: str) -> None:
+        """Write the error message for the launcher, which outlives the server; keep the first."""
         if self.failure_file and not Path(self.failure_file).exists():
-            Path(self.failure_file).write_text(sentence, encoding="utf-8")
+            Path(self.failure_file).write_text(message, encoding="utf-8")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

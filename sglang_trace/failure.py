@@ -1,4 +1,4 @@
-"""How a process of the server tells the launcher why it ended."""
+"""A process of the server reports to the launcher why it ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_trace.config import TraceConfig
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Leave the sentence of a TraceError for the launcher; the error goes on to end the process."""
+    """Write the message of a TraceError for the launcher; the error still ends the process."""
     try:
         yield
     except TraceError as error:

@@ -1,4 +1,4 @@
-"""The one door from patched SGLang into this package.
+"""The entry points of this package for patched SGLang.
 
 Every line that the patch series adds to SGLang calls a function of this module, and nothing else
 of ours. Heavy imports are inside the functions: SGLang executes `on_import` before its own first
@@ -142,7 +142,7 @@ def on_abort(req: Any) -> None:
 
 
 def on_request(scheduler: Any, request: Any, reply: Any) -> None:
-    """A scheduler has handled a request: if it has new weights or a new version, tell it."""
+    """A scheduler has handled a request: if it has new weights or a new version, note them."""
     if _capture is None:
         return
     from sglang_trace.weights import updates

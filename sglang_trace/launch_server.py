@@ -33,7 +33,7 @@ SERVER_MODULE = "sglang_trace.server_process"
 
 
 class ServerEnded(TraceError):
-    """The server ended itself; the sentence is that of the process that met the error."""
+    """The server ended itself; the message is that of the process that met the error."""
 
 
 def main(arguments: list[str]) -> int:

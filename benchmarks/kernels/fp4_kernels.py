@@ -41,12 +41,12 @@ from bridge.fp4.nvfp4 import quantize_nvfp4
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from sglang_trace.kernels.combine import combine
 from sglang_trace.kernels.fc1_quantize import quantize_tokens
-from sglang_trace.kernels.fc2_quantize import quantize_slots
+from sglang_trace.kernels.fc2_quantize import quantize_expert_slots
 from sglang_trace.kernels.grouped_gemm import DECODE, FEW, PREFILL, TileShape, multiply
 from sglang_trace.kernels.kv.gather_rows import KVRows, PoolSite
 from sglang_trace.kernels.moe import ExpertWeights, Workspace, run_experts, tile_shape
 from sglang_trace.kernels.nvfp4 import quantize_nvfp4_packed
-from sglang_trace.kernels.staging_columns import LayerPlace
+from sglang_trace.kernels.staging_columns import LayerColumns
 from sglang_trace.kernels.tiles import sort_rows
 from sglang_trace.quantization.reference import quantize_activation
 
@@ -78,7 +78,7 @@ def time_fc1(table: Table, tokens: int) -> None:
     out = [torch.empty_like(each) for each in x]
     rows = torch.zeros(tokens, LAYOUT.row_bytes(Part.FORWARD), dtype=torch.uint8, device="cuda")
     ids = random_ids(tokens)
-    places = [LayerPlace.of(LAYOUT, rows, layer) for layer in DEEPER[:sets]]
+    places = [LayerColumns.of(LAYOUT, rows, layer) for layer in DEEPER[:sets]]
 
     def in_torch(index: int) -> None:
         fp4 = quantize_activation(x[index])
@@ -101,7 +101,7 @@ def time_fc2(table: Table, tokens: int) -> None:
     both = [torch.randn(tokens * SLOTS, 2 * WIDTH, device="cuda").bfloat16() for _ in range(sets)]
     out = [torch.empty(tokens * SLOTS, WIDTH, device="cuda").bfloat16() for _ in range(sets)]
     rows = torch.zeros(tokens, LAYOUT.row_bytes(Part.FORWARD), dtype=torch.uint8, device="cuda")
-    places = [LayerPlace.of(LAYOUT, rows, layer) for layer in DEEPER[:sets]]
+    places = [LayerColumns.of(LAYOUT, rows, layer) for layer in DEEPER[:sets]]
 
     def in_torch(index: int) -> None:
         gate, up = both[index].chunk(2, dim=-1)
@@ -112,8 +112,8 @@ def time_fc2(table: Table, tokens: int) -> None:
             rows, Site.FC2, DEEPER[index], fp4.codes_u8, fp4.scales_u8, fp4.global_scale
         )
 
-    us = microseconds(lambda i: quantize_slots(both[i], SLOTS, out[i], places[i]), sets)
-    bare = microseconds(lambda i: quantize_slots(both[i], SLOTS, out[i], None), sets)
+    us = microseconds(lambda i: quantize_expert_slots(both[i], SLOTS, out[i], places[i]), sets)
+    bare = microseconds(lambda i: quantize_expert_slots(both[i], SLOTS, out[i], None), sets)
     reference = microseconds(in_torch, sets)
     table.add("fc2", tokens, nbytes, us, cached=cached, unrecorded_us=bare, torch_us=reference)
 
@@ -226,9 +226,9 @@ def time_layer(
     out = torch.empty_like(x)
     workspace = Workspace(tokens, SLOTS, HIDDEN, WIDTH, EXPERTS, "cuda")
     staging = torch.zeros(tokens, LAYOUT.row_bytes(Part.FORWARD), dtype=torch.uint8, device="cuda")
-    place = LayerPlace.of(LAYOUT, staging, LAYERS - 1)
+    place = LayerColumns.of(LAYOUT, staging, LAYERS - 1)
 
-    def layer(index: int, recorded: LayerPlace | None) -> None:
+    def layer(index: int, recorded: LayerColumns | None) -> None:
         ids = routed[index].ids
         run_experts(x, router, ids, weights[index], workspace, recorded, out)
 

@@ -10,11 +10,11 @@ from patches.format.patchfile import GROUPS
 
 @dataclass(frozen=True)
 class Report:
-    """One target. ``state`` is a State, or "unreadable" if it cannot be told.
+    """One target. ``state`` is a State, or "unreadable" if it is unknown.
 
     ``series`` is the version of the series that fits, with its number of patches, the upstream
     lines that they add or remove by group, and the functions of our ``hooks.py`` that they call.
-    ``faults`` maps each file at fault to its problem; ``remedy`` is one sentence, empty if patched.
+    ``faults`` maps each file at fault to its problem; ``remedy`` is the fix, empty if patched.
     """
 
     target: str

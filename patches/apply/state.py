@@ -82,7 +82,7 @@ class Inspection:
         return content
 
     def remedy(self) -> str:
-        """One sentence: what is the matter and which command mends it; empty if patched."""
+        """What is wrong and which command fixes it; empty if patched."""
         name, release = self.target.name, f"{self.target.distribution} {self.upstream.version}"
         options = f"{name}{self.upstream.options}"
         apply = f"`python -m patches apply {options}`"
@@ -146,7 +146,7 @@ def inspect(target: Target, upstream: Upstream, series: Series | None) -> Inspec
     """Hash every file of the series and of the manifest and compare with release and manifest.
 
     Each file is judged for itself: a manifest entry counts only where the release still has its
-    pristine hash, so what is left over from an older one is told from what is patched in this one.
+    pristine hash: leftovers of an older release do not count as patched.
     """
     manifest = Journal(_journal_directory(target, upstream.site), upstream.digest).load()
     recorded = {} if manifest is None else manifest.files
@@ -170,7 +170,7 @@ def inspect(target: Target, upstream: Upstream, series: Series | None) -> Inspec
 def verify_target(name: str, *, site: Where = None, root: Path = ROOT) -> None:
     """Return if target ``name`` is fully patched with the current series, else raise PatchError.
 
-    The sentence of the error names the command that mends it. Reads the files that the series
+    The error message names the command that fixes it. Reads the files that the series
     edits and imports nothing, so a launcher can afford it at every start. ``site`` is another
     site-packages directory or a source tree, ``root`` another directory with a ``config.json`` and
     series.

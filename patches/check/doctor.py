@@ -131,7 +131,7 @@ def in_words(found: Diagnosis) -> Iterator[str]:
     elif any(each.problem for each in found.hooks):
         yield (
             "  the files are patched but not what Python imports: remove other copies from the "
-            "path and plugins that replace these functions, or mend what fails to be imported."
+            "path and plugins that replace these functions, or fix what fails to be imported."
         )
 
 

@@ -27,7 +27,7 @@ def require_live_hooks(name: str, wanted: Callable[[str], bool] = lambda hook: T
 
     Raises:
         PatchError: it is not patched, or something else than the patched function runs; with the
-            command that mends it.
+            command that fixes it.
     """
     target = select_target(name)
     site = require_upstream(target).site

@@ -35,7 +35,7 @@ def hook_sites(
     Reads the files that the series edits and imports nothing of the upstream.
 
     Raises:
-        PatchError: it is in any other state; the sentence names the command that mends it.
+        PatchError: it is in any other state; the message names the command that fixes it.
     """
     with file_errors_explained():
         upstream = require_upstream(target, where)
@@ -75,8 +75,8 @@ def _calls(node: ast.AST, function: str, lines: list[int]) -> Iterator[tuple[str
             yield from ((name, hook) for _, hook in _calls(child, name, lines))
         else:
             if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute):
-                door = child.func.value
-                if isinstance(door, ast.Name) and door.id.endswith("hooks"):
+                module = child.func.value
+                if isinstance(module, ast.Name) and module.id.endswith("hooks"):
                     yield function, child.func.attr
             yield from _calls(child, function, lines)
 

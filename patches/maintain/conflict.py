@@ -13,7 +13,7 @@ from patches.maintain.git import attempt, file_at, git_lines
 
 HOOK_CALL = re.compile(r"\b\w*hooks\.([A-Za-z]\w*)")
 _DEFINITION = re.compile(r"( *)(?:async +)?(?:def|class) +(\w+)")
-_MOST_PLACES = 12
+_MAX_PLACES = 12
 _START, _BASE, _MIDDLE, _END = "<<<<<<< ", "||||||| ", "=======", ">>>>>>> "
 
 
@@ -189,13 +189,13 @@ def _definitions(tree: Path, commit: str, path: str, name: str) -> tuple[str, ..
         return ()
     pattern = rf"^ *(async +)?(def|class) +{name}\b"
     here = _grep(tree, pattern, commit, "--", path)
-    return here or _grep(tree, pattern, commit)[:_MOST_PLACES]
+    return here or _grep(tree, pattern, commit)[:_MAX_PLACES]
 
 
 def _uses(tree: Path, commit: str, path: str, name: str) -> tuple[str, ...]:
     definitions = _definitions(tree, commit, path, name)
     found = _grep(tree, rf"\b{name}\(", commit) if name else ()
-    return tuple(place for place in found if place not in definitions)[:_MOST_PLACES]
+    return tuple(place for place in found if place not in definitions)[:_MAX_PLACES]
 
 
 def _grep(tree: Path, pattern: str, *where: str) -> tuple[str, ...]:

@@ -218,6 +218,6 @@ def _check(series: Series, released: dict[str, bytes | None]) -> None:
             compile(content, path, "exec", dont_inherit=True)
         except SyntaxError as error:
             raise PatchError(
-                f"{path} is no valid Python after the series, line {error.lineno}: mend the patch "
+                f"{path} is no valid Python after the series, line {error.lineno}: fix the patch "
                 "that edits it."
             ) from None

@@ -1,7 +1,7 @@
 """SGLang's attention backend `trace_fp4`: decode and prefill on the code words of the KV pool.
 
-Every slot of SGLang's pool is a page of one token here, so its page size does not matter: SGLang's
-table of requests has a slot for every position.
+Every KV slot of SGLang's pool is a page of one token here, so SGLang's page size does not matter:
+its table of requests has a KV slot for every position.
 
 Shape legend: T tokens of a pass, B requests, R rows of SGLang's table, C its columns (the longest
 context), M most requests of a decode graph, HQ query heads, H KV heads, D head size.
@@ -26,7 +26,7 @@ from sglang_trace.attention.paged_kv import PagedKV
 from sglang_trace.attention.triton_decode import TritonDecode
 from sglang_trace.attention.unsupported import AttentionRefused, HeadSizes, check_model
 from sglang_trace.config import ATTENTION_BACKEND
-from sglang_trace.kernels.kv.slot_table import copy_slots
+from sglang_trace.kernels.kv.slot_table import copy_kv_slots
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Batch:
 
 
 class TraceFp4Backend(AttentionBackend):  # type: ignore[misc]
-    """Reads what the pool's NVFP4 method has stored; one a scheduler process."""
+    """Reads what the pool's NVFP4 method has stored; one per scheduler process."""
 
     # Decode reads lengths on the GPU only, and prefill's are on the host anyway: without drafts,
     # which are refused, SGLang counts them there.
@@ -112,7 +112,7 @@ class TraceFp4Backend(AttentionBackend):  # type: ignore[misc]
         )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate what decode graphs read in the place of SGLang's table."""
+        """Allocate what decode graphs read instead of SGLang's table."""
         if max_bs > self._max_batch:
             self._max_batch = max_bs
             self._decode = make_decode(self._sizes, max_bs, self._device)
@@ -125,7 +125,7 @@ class TraceFp4Backend(AttentionBackend):  # type: ignore[misc]
         assert self._order_M is not None
         batch = forward_batch.batch_size
         rows_B, lengths_B = forward_batch.req_pool_indices[:batch], forward_batch.seq_lens[:batch]
-        copy_slots(self._table_RC, rows_B, lengths_B, self._copy_MC)
+        copy_kv_slots(self._table_RC, rows_B, lengths_B, self._copy_MC)
         if in_capture:
             # The runner's own buffers: at a replay they hold that pass' lengths.
             self._batch = Batch(self._copy_MC, self._order_M[:batch], lengths_B)
@@ -146,7 +146,7 @@ class TraceFp4Backend(AttentionBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **extras: Any,
     ) -> Tensor:
-        """Store keys and values [B, H, D] and attend with one token a request: [B, HQ * D]."""
+        """Store keys and values [B, H, D] and attend with one token per request: [B, HQ * D]."""
         self._store(layer, forward_batch, k, v, save_kv_cache, extras)
         q_BHD = q.reshape(-1, self._sizes.q_heads, self._sizes.size).contiguous()
         out_BHD = torch.empty_like(q_BHD)

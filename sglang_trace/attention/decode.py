@@ -65,7 +65,7 @@ class _Arguments(ctypes.Structure):
 
 
 class PagedDecode:
-    """Attention of one query token a request to all keys of the request (csrc/paged_decode.cu).
+    """Attention of one query token per request to all keys of the request (csrc/paged_decode.cu).
 
     Allocates its workspace once: 4 bytes times D + 2 for every query head of every partial result,
     of which there are at most CTAs + ``max_batch``. A call launches two kernels on the current

@@ -99,7 +99,7 @@ def extend_attention(
         SIZE=size,
         TILE_M=tile,
         TILE_N=KEYS,
-        num_warps=4 if tile == _LEAST_ROWS else 8,
+        num_warps=4 if tile == _MIN_ROWS else 8,
         num_stages=2,
     )
     return out_THD
@@ -120,13 +120,13 @@ def check_heads(q_heads: int, heads: int, size: int) -> None:
 
 
 # The least that tensor cores multiply.
-_LEAST_ROWS = 16
+_MIN_ROWS = 16
 
 
 def _tile_rows(rows: int, size: int) -> int:
     """Return the rows of a tile: two sizes for each head size, so that few kernels are compiled."""
-    if rows <= _LEAST_ROWS:
-        return _LEAST_ROWS
+    if rows <= _MIN_ROWS:
+        return _MIN_ROWS
     # Twice 64 rows of 256 columns do not fit into the registers of eight warps.
     return 64 if size > 128 else 128
 

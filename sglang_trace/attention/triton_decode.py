@@ -1,4 +1,4 @@
-"""Decode with the Triton loop, one query token a request: for hosts without a CUDA compiler.
+"""Decode with the Triton loop, one query token per request: for hosts without a CUDA compiler.
 
 Requests are not split over the GPU, so long ones are slow; `decode.PagedDecode` is the fast way and
 computes the same.

@@ -23,12 +23,12 @@ from bridge.layout.rank_shards import rank_shards
 from bridge.producer.producer import RecordProducer
 from bridge.transport.bridge_sharding import parse_endpoints
 from bridge.wire import TrajectoryState
-from sglang_trace.capture.device_to_host import made
+from sglang_trace.capture.device_to_host import ready_event
 from sglang_trace.capture.events import DigestsEvent, RowsEvent, TrajectoryEvent
 from sglang_trace.capture.kv_cpu import KVReader, global_scales
 from sglang_trace.capture.ledger import NO_ROW, Ledger, Span
-from sglang_trace.capture.row_buffer import Gathered, RowBlock
-from sglang_trace.capture.row_routing import RowHomes
+from sglang_trace.capture.row_buffer import Gathered, RowBuffer
+from sglang_trace.capture.row_routing import RowRouter
 from sglang_trace.capture.shipper import Shipper
 from sglang_trace.capture.staging import Staging
 from sglang_trace.config import TraceConfig
@@ -56,7 +56,7 @@ class Capture:
     """What one rank of an engine has recorded and sent.
 
     All ranks of a tensor-parallel group number rows alike and send their shares of them; one of
-    them tells trajectories and digests for all.
+    them announces trajectories and digests for all.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Capture:
         shipper: Shipper,
         bridges: int = 1,
         *,
-        tells: bool = True,
+        announces: bool = True,
         agree: Callable[[str], str] = str,
     ) -> None:
         self._model = model
@@ -78,8 +78,8 @@ class Capture:
         self._ledger = ledger
         self._staging = staging
         self._shipper = shipper
-        self._homes = RowHomes(bridges)
-        self._tells = tells
+        self._router = RowRouter(bridges)
+        self._announces = announces
         # Makes one digest of those of all ranks.
         self._agree = agree
         self._rollouts = Rollouts(bridges)
@@ -87,7 +87,7 @@ class Capture:
         self._versions = WeightVersions()
         # Whether the weights in use are whole and have no digest yet.
         self._unsealed = False
-        self._block = RowBlock.on(staging.rows_MB.device, layout.row_bytes(Part.FORWARD))
+        self._buffer = RowBuffer.on(staging.rows_MB.device, layout.row_bytes(Part.FORWARD))
         # Of every expert matrix, under its Hugging Face name.
         self._digests: dict[str, str] = {}
         for _name, layer, method in moe_layers(model):
@@ -104,13 +104,13 @@ class Capture:
             # Whatever follows the requests' own tokens is padding.
             first = self._ledger.record(batch.out_cache_loc[:count], spans)
             if self._layout.row_bytes(Part.FORWARD):
-                self._homes.keep(first, spans)
-                self._ship(self._block.add(first, self._staging.head(count)))
+                self._router.keep(first, spans)
+                self._ship(self._buffer.add(first, self._staging.head(count)))
         self._shipper.check()
 
     def _ship(self, gathered: list[Gathered]) -> None:
         for each in gathered:
-            rows_n = self._homes.numbers(each.first, len(each.rows_nB))
+            rows_n = self._router.numbers(each.first, len(each.rows_nB))
             self._shipper.put(
                 RowsEvent(
                     Part.FORWARD,
@@ -118,7 +118,7 @@ class Capture:
                     self._versions.current,
                     each.rows,
                     each.nbytes,
-                    each.made,
+                    each.ready,
                 )
             )
 
@@ -128,7 +128,7 @@ class Capture:
         """A request finished or was aborted after it ran; `slots` is its row of the slot table."""
         aborted = req.finished_reason.to_json()["type"] == "abort"
         state = TrajectoryState.ABORTED if aborted else TrajectoryState.FINISHED
-        self._tell(req, req.output_ids_through_stop, slots, state)
+        self._announce(req, req.output_ids_through_stop, slots, state)
 
     def retract(self, req: Any, slots: Tensor) -> None:
         """A running request is about to lose its slots and will be computed again later.
@@ -136,7 +136,7 @@ class Capture:
         The pass whose result is still outstanding is thrown away by SGLang, so the last known token
         has consumed nothing that counts: its row is left out, like that of a last sampled token.
         """
-        self._tell(req, req.output_ids, slots, TrajectoryState.OPEN)
+        self._announce(req, req.output_ids, slots, TrajectoryState.OPEN)
 
     def abort(self, req: Any) -> None:
         """A request ended outside the normal path: in the queue, mid-prefill or out of memory.
@@ -150,7 +150,7 @@ class Capture:
         if (computed or req.retraction_count) and self._is_recorded(req, rollout):
             self._put_trajectory(req, rollout, tokens, rows_T, TrajectoryState.ABORTED)
 
-    def _tell(self, req: Any, output_ids: Any, slots: Tensor, state: TrajectoryState) -> None:
+    def _announce(self, req: Any, output_ids: Any, slots: Tensor, state: TrajectoryState) -> None:
         """Send due K and V and the trajectory; the last token has not been consumed."""
         rollout = self._rollouts.of(req)
         if self._is_recorded(req, rollout):
@@ -169,7 +169,7 @@ class Capture:
     def _is_recorded(self, req: Any, rollout: Rollout) -> bool:
         """Whether a request that ends or pauses is a trajectory; says so if a client's is not."""
         reason = rollout.reason or reason_at_end(req)
-        if reason is not None and self._tells:
+        if reason is not None and self._announces:
             self._unrecorded.count(req.rid, reason)
         return reason is None and rollout.trajectory is not None
 
@@ -181,12 +181,12 @@ class Capture:
         rows_T: Tensor,
         state: TrajectoryState,
     ) -> None:
-        self._ship(self._block.take())
+        self._ship(self._buffer.take())
         # Twice as fast as from a list, and prompts are long.
         packed = array("i", tokens)
         sampled = len(tokens) > len(req.origin_input_ids)
         self._rollouts.sent(rollout, packed.tobytes(), len(tokens), sampled=sampled)
-        if not self._tells or not tokens:
+        if not self._announces or not tokens:
             return
         assert rollout.trajectory is not None
         tokens_T = torch.frombuffer(packed, dtype=torch.int32)
@@ -197,7 +197,7 @@ class Capture:
                 rows_T,
                 state,
                 tokens_T.nbytes + rows_T.nbytes,
-                made(rows_T),
+                ready_event(rows_T),
                 rollout.number,
                 rollout.continues,
             )
@@ -207,7 +207,7 @@ class Capture:
 
     def weights_changing(self) -> None:
         """Some of an update's weights were loaded: rows from here on belong to no named weights."""
-        self._ship(self._block.take())
+        self._ship(self._buffer.take())
         self._versions.enter(None, self._ledger.next_row)
         self._unsealed = False
 
@@ -217,14 +217,14 @@ class Capture:
         `version` is their new name, None if they have none of their own. The digest of all weights
         together waits for the first row, because an update may come in many requests.
         """
-        self._ship(self._block.take())
+        self._ship(self._buffer.take())
         label = self._versions.enter(version, self._ledger.next_row)
         self._unsealed = True
         self._digests |= changed_digests(self._model)
         if self._ledger.next_row == 0:
             # Nobody waits yet.
             self._seal()
-        if not self._tells:
+        if not self._announces:
             return
         for names in batched(self._digests, DIGESTS_PER_MESSAGE):
             piece = {name: self._digests[name] for name in names}
@@ -240,7 +240,7 @@ class Capture:
     def close(self) -> None:
         """Send what is left and end the shipper."""
         self._unrecorded.summarize()
-        self._ship(self._block.take())
+        self._ship(self._buffer.take())
         self._shipper.close()
 
 
@@ -287,7 +287,7 @@ def spans_of(batch: Any, rollouts: Rollouts) -> list[Span]:
         )
     of_requests = [rollouts.of(req) for req in batch.trace_requests]
     return [
-        Span(rollout.number, position, length, rollout.home)
+        Span(rollout.number, position, length, rollout.shard)
         for rollout, position, length in zip(of_requests, positions, lengths, strict=True)
     ]
 
@@ -344,6 +344,6 @@ def start(model_runner: Any, config: TraceConfig, layout: RecordLayout, max_rows
             config.on_overflow,
         ),
         len(endpoints),
-        tells=rank == 0,
+        announces=rank == 0,
         agree=one_of_all_ranks(ranks.cpu_group) if ranks.world_size > 1 else str,
     )

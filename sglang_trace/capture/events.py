@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class RowsEvent:
     """Records of rows int64 [n]; `encode` returns them as uint8 [n, B] on the shipper's thread.
 
-    What it returns may lie on a GPU, and is there once `made` has happened.
+    Its result may be on a GPU, which has written it once `ready` has happened.
     """
 
     part: Part
@@ -33,43 +33,43 @@ class RowsEvent:
     weights: Weights
     encode: Callable[[], Tensor]
     nbytes: int
-    made: torch.cuda.Event | None = None
+    ready: torch.cuda.Event | None = None
 
 
 @dataclass(frozen=True)
 class DueRowsEvent:
-    """K and V records gathered on a GPU, which alone knows how many they are.
+    """K and V records gathered on a GPU; only the GPU knows how many there are.
 
-    They are there once `made` has happened. `split` sorts row numbers int64 [n] by their
+    The GPU has written them once `ready` has happened. `split` sorts row numbers int64 [n] by their
     weights; it is called on the shipper's thread, and what it says of a computed row never changes.
     """
 
     due: DueRows
     split: Callable[[Tensor], Iterable[tuple[Weights, Tensor]]]
     nbytes: int
-    made: torch.cuda.Event | None
+    ready: torch.cuda.Event | None
 
-    def given_up(self) -> GivenUpEvent:
-        """Return what remains to be told without the records."""
-        return GivenUpEvent(Part.KV, self.due.count_1, self.due.count_1.nbytes, self.made)
+    def dropped(self) -> DroppedEvent:
+        """Return the event that reports the records as dropped."""
+        return DroppedEvent(Part.KV, self.due.count_1, self.due.count_1.nbytes, self.ready)
 
 
 @dataclass(frozen=True)
-class GivenUpEvent:
-    """Records that were not queued: `count_1` of them, int64 [1] on the device."""
+class DroppedEvent:
+    """Records that were not queued; `count_1`, int64 [1] on the device, is their number."""
 
     part: Part
     count_1: Tensor
     nbytes: int
-    made: torch.cuda.Event | None
+    ready: torch.cuda.Event | None
 
 
 @dataclass(frozen=True)
 class TrajectoryEvent:
     """Tokens int32 [T] of a trajectory from position 0 and the row int64 [T] that consumed each.
 
-    The rows may lie on a GPU, and are there once `made` has happened. `rollout` and `continues` are
-    the number and the kind of the request (`sglang_trace.requests.rollouts`).
+    The rows may be on a GPU, which has written them once `ready` has happened. `rollout` and
+    `continues` are the number and the kind of the request (`sglang_trace.requests.rollouts`).
     """
 
     trajectory: str
@@ -77,7 +77,7 @@ class TrajectoryEvent:
     rows_T: Tensor
     state: TrajectoryState
     nbytes: int
-    made: torch.cuda.Event | None = None
+    ready: torch.cuda.Event | None = None
     rollout: int = 0
     continues: bool = False
 
@@ -91,4 +91,4 @@ class DigestsEvent:
     nbytes: int
 
 
-Event = RowsEvent | DueRowsEvent | GivenUpEvent | TrajectoryEvent | DigestsEvent
+Event = RowsEvent | DueRowsEvent | DroppedEvent | TrajectoryEvent | DigestsEvent

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bridge.layout import Part, RecordLayout, Site
-from sglang_trace.capture.device_to_host import made
+from sglang_trace.capture.device_to_host import ready_event
 from sglang_trace.capture.events import DueRowsEvent
 from sglang_trace.kernels.kv.gather_rows import KVRows, PoolSite
 from sglang_trace.weights.versions import WeightVersions
@@ -48,4 +48,4 @@ class KVGather:
             piece = slice(first, first + self._positions)
             due = self._rows.gather(slots_T[piece], rows_T[piece], due_T[piece])
             nbytes = due.rows_nB.nbytes + due.rows_n.nbytes
-            yield DueRowsEvent(due, versions.split, nbytes, made(due.rows_nB))
+            yield DueRowsEvent(due, versions.split, nbytes, ready_event(due.rows_nB))

@@ -38,14 +38,14 @@ class Span:
     """`length` consecutive positions of a request from `position` on.
 
     `request` tells it from all others of the engine, which its `rid` does not: the number of its
-    `Rollout`. `home` is the bridge that the rows go to, which is part of a row's number
+    `Rollout`. `shard` is the bridge that the rows go to, which is part of a row's number
     (`bridge.transport.bridge_sharding`).
     """
 
     request: Hashable
     position: int
     length: int
-    home: int = 0
+    shard: int = 0
 
 
 class Ledger:
@@ -69,13 +69,15 @@ class Ledger:
         self.next_row += len(slots_n)
         slots_n = slots_n.long()
         rows_n = torch.arange(first, self.next_row, device=slots_n.device)
-        if any(span.home for span in spans):
-            rows_n += _home_bits(spans, len(slots_n), slots_n.device)
+        if any(span.shard for span in spans):
+            rows_n += _shard_bits(spans, len(slots_n), slots_n.device)
         self._row_of_slot.index_copy_(0, slots_n, rows_n)
         # Not by assignment: that copies the number from the host, and waits.
         self._kv_sent.index_fill_(0, slots_n, False)
         for span in spans:
-            self._own[span.request].extend((span.position, row_number(row, span.home), span.length))
+            self._own[span.request].extend(
+                (span.position, row_number(row, span.shard), span.length)
+            )
             row += span.length
         return first
 
@@ -118,10 +120,10 @@ class Ledger:
         return self._own.pop(request, None) is not None
 
 
-def _home_bits(spans: list[Span], rows: int, device: torch.device) -> Tensor:
-    """Return what the homes add to the rows' counts: int64 [n]; padding has the first home."""
+def _shard_bits(spans: list[Span], rows: int, device: torch.device) -> Tensor:
+    """Return the bits of the owner shard in each row number: int64 [n]; padding is of shard 0."""
     lengths = [span.length for span in spans]
-    homes = torch.tensor([*(row_number(0, span.home) for span in spans), 0])
-    bits_n = homes.repeat_interleave(torch.tensor([*lengths, rows - sum(lengths)]))
+    shards = torch.tensor([*(row_number(0, span.shard) for span in spans), 0])
+    bits_n = shards.repeat_interleave(torch.tensor([*lengths, rows - sum(lengths)]))
     # Only from pinned memory does a copy to a GPU not wait.
     return bits_n if device.type == "cpu" else bits_n.pin_memory().to(device, non_blocking=True)

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang_trace.capture.device_to_host import made
+from sglang_trace.capture.device_to_host import ready_event
 
-BLOCK_BYTES = 4 << 20
+BUFFER_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Rows uint8 [n, B] numbered from `first` on, there once `made` has happened."""
+    """Rows uint8 [n, B] numbered from `first` on, there once `ready` has happened."""
 
     first: int
     rows_nB: Tensor
-    made: torch.cuda.Event | None
+    ready: torch.cuda.Event | None
 
     def rows(self) -> Tensor:
         """Return the rows."""
@@ -36,7 +36,7 @@ class Gathered:
         return self.rows_nB.untyped_storage().nbytes()
 
 
-class RowBlock:
+class RowBuffer:
     """Takes rows in the order of their numbers, without gaps."""
 
     def __init__(self, capacity: int) -> None:
@@ -44,13 +44,13 @@ class RowBlock:
         self._rows_CB: Tensor | None = None
         self._first = 0
         self._count = 0
-        self._made: torch.cuda.Event | None = None
+        self._ready: torch.cuda.Event | None = None
 
     @classmethod
-    def on(cls, device: torch.device | str, row_bytes: int) -> RowBlock:
+    def on(cls, device: torch.device | str, row_bytes: int) -> RowBuffer:
         """Return a block for rows on this device; on a CPU every pass is one of its own."""
         on_gpu = torch.device(device).type == "cuda"
-        return cls(BLOCK_BYTES // max(1, row_bytes) if on_gpu else 0)
+        return cls(BUFFER_BYTES // max(1, row_bytes) if on_gpu else 0)
 
     def add(self, first: int, rows_nB: Tensor) -> list[Gathered]:
         """Copy the rows of a pass; returns what has to be shipped now.
@@ -60,20 +60,20 @@ class RowBlock:
         full = self.take() if self._count + len(rows_nB) > self._capacity else []
         if len(rows_nB) >= self._capacity:
             copy_nB = rows_nB.clone()
-            return [*full, Gathered(first, copy_nB, made(copy_nB))]
+            return [*full, Gathered(first, copy_nB, ready_event(copy_nB))]
         if self._rows_CB is None:
             self._rows_CB = rows_nB.new_empty((self._capacity, rows_nB.shape[1]))
             self._first = first
         self._rows_CB[self._count : self._count + len(rows_nB)].copy_(rows_nB)
         self._count += len(rows_nB)
         # Now: `take` may be called under another stream.
-        self._made = made(rows_nB)
+        self._ready = ready_event(rows_nB)
         return full
 
     def take(self) -> list[Gathered]:
         """Return what is in the block, if anything, and begin a new one."""
         if self._rows_CB is None:
             return []
-        taken = Gathered(self._first, self._rows_CB[: self._count], self._made)
+        taken = Gathered(self._first, self._rows_CB[: self._count], self._ready)
         self._rows_CB, self._count = None, 0
         return [taken]

@@ -1,9 +1,9 @@
 """One thread that sends records to the bridge, so that the scheduler never waits for a socket.
 
-The queue between the two is bounded in bytes. When the bridge cannot keep up the queue fills, and
-the scheduler waits in `put` or, with `Overflow.DROP`, gives rows up and goes on; the bridge is told
-how many. An error on the thread is kept and raised from the scheduler's next call, where it ends
-the server.
+The queue between the two is bounded in bytes. When the bridge cannot keep up the queue fills. The
+scheduler then waits in `put` or, with `Overflow.DROP`, drops rows; the thread reports their number
+to the bridge. An error on the thread is kept and raised from the scheduler's next call, where it
+ends the server.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from bridge.producer.producer import Overflow, RecordProducer
 from sglang_trace.capture.device_to_host import HostCopy
 from sglang_trace.capture.events import (
     DigestsEvent,
+    DroppedEvent,
     DueRowsEvent,
     Event,
-    GivenUpEvent,
     RowsEvent,
     TrajectoryEvent,
 )
@@ -90,7 +90,7 @@ class Shipper:
                 return event
             if isinstance(event, RowsEvent):
                 self._dropped[event.part] += len(event.rows_n)
-        return event.given_up() if isinstance(event, DueRowsEvent) else None
+        return event.dropped() if isinstance(event, DueRowsEvent) else None
 
     def check(self) -> None:
         """Raise what the thread met, if anything."""
@@ -167,8 +167,8 @@ class Shipper:
             case RowsEvent():
                 # On a CPU `encode` has made these bytes for this call alone; from a GPU they come
                 # through pinned memory that the next piece overwrites.
-                reused, first = event.made is not None, 0
-                for rows_nB in self._host_copy.bring(event.encode(), event.made):
+                reused, first = event.ready is not None, 0
+                for rows_nB in self._host_copy.to_host(event.encode(), event.ready):
                     self._non_finite.refuse(event.part, rows_nB)
                     rows_n = event.rows_n[first : first + len(rows_nB)]
                     producer.send_rows(
@@ -182,11 +182,11 @@ class Shipper:
                     first += len(rows_nB)
             case DueRowsEvent():
                 self._send_due(producer, event)
-            case GivenUpEvent():
-                count = int(self._host_copy.whole(event.count_1, event.made))
+            case DroppedEvent():
+                count = int(self._host_copy.to_host_copy(event.count_1, event.ready))
                 producer.count_dropped(event.part, count)
             case TrajectoryEvent():
-                rows_T = self._host_copy.whole(event.rows_T, event.made)
+                rows_T = self._host_copy.to_host_copy(event.rows_T, event.ready)
                 producer.send_trajectory(
                     event.trajectory,
                     0,
@@ -201,13 +201,13 @@ class Shipper:
 
     def _send_due(self, producer: RecordProducer, event: DueRowsEvent) -> None:
         due = event.due
-        count = int(self._host_copy.whole(due.count_1, event.made))
+        count = int(self._host_copy.to_host_copy(due.count_1, event.ready))
         if count == 0:
             return
-        if nan := int(self._host_copy.whole(due.nan_1, event.made)):
-            raise rollout_computed_nan(*due.places[nan - 1])
-        rows_n, first = self._host_copy.whole(due.rows_n[:count], event.made), 0
-        for rows_mB in self._host_copy.bring(due.rows_nB[:count], event.made):
+        if nan := int(self._host_copy.to_host_copy(due.nan_1, event.ready)):
+            raise rollout_computed_nan(*due.sites[nan - 1])
+        rows_n, first = self._host_copy.to_host_copy(due.rows_n[:count], event.ready), 0
+        for rows_mB in self._host_copy.to_host(due.rows_nB[:count], event.ready):
             rows_m = rows_n[first : first + len(rows_mB)]
             for weights, mask_m in event.split(rows_m):
                 mine_m, label = rows_m[mask_m], weights.label

@@ -15,7 +15,7 @@ from torch import Tensor
 from bridge.errors import TraceError
 from bridge.fp4.nvfp4 import Fp4Tensor
 from bridge.layout import Part, RecordLayout, Site
-from sglang_trace.kernels.staging_columns import LayerPlace
+from sglang_trace.kernels.staging_columns import LayerColumns
 
 
 class StagingTooSmall(TraceError):
@@ -47,7 +47,7 @@ class Staging:
 class LayerRecorder:
     """Writes what one MoE layer computed into the first T staging rows, T tokens of this pass.
 
-    Kernels do not call it: they write at its `place`.
+    Kernels do not call it: they write at its `columns`.
     """
 
     def __init__(self, staging: Staging, layer: int) -> None:
@@ -57,12 +57,12 @@ class LayerRecorder:
         self._sites = {
             site: layer in layout.site_layers(site) for site in (Site.FC1, Site.FC2, Site.ROUTES)
         }
-        self._place = LayerPlace.of(layout, staging.rows_MB, layer)
+        self._columns = LayerColumns.of(layout, staging.rows_MB, layer)
 
-    def place(self, tokens: int) -> LayerPlace:
+    def columns(self, tokens: int) -> LayerColumns:
         """Return where a pass of `tokens` writes."""
         self._staging.head(tokens)
-        return self._place
+        return self._columns
 
     def routes(self, expert_ids_TK: Tensor) -> None:
         """Write the expert ids in the router's top-k order."""

@@ -29,7 +29,7 @@ def begin(model_runner: Any, config: TraceConfig) -> capture.Capture:
     hook_check.check_scheduler()
     layout = config.layout(model_shape(model_runner.model_config.hf_config))
     unsupported.check_model(model_runner, layout)
-    begun = capture.start(model_runner, config, layout, most_rows(model_runner))
+    begun = capture.start(model_runner, config, layout, max_rows(model_runner))
     begun.weights_changed(get_serving().weight_version)
     # Runs when SGLang lets the scheduler end; a killed one loses what is not acknowledged.
     Finalize(None, begun.close, exitpriority=100)
@@ -48,7 +48,7 @@ def model_shape(hf_config: Any) -> ModelShape:
     return ModelShape.from_hf_config(entries)
 
 
-def most_rows(model_runner: Any) -> int:
+def max_rows(model_runner: Any) -> int:
     """Return the most tokens that one forward pass computes.
 
     A chunk of prefill, with --enable-mixed-chunk together with a decode step of every running

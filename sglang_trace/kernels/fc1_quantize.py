@@ -1,4 +1,4 @@
-"""fc1 and routes: quantize the MoE layer's input and record it, one program a token.
+"""fc1 and routes: quantize the MoE layer's input and record it, one program per token.
 
 Shape legend: T tokens, H hidden size, K expert slots, B blocks (padded), S = 16 values of a block.
 """
@@ -13,11 +13,11 @@ from bridge.fp4.nvfp4 import NVFP4_BLOCK
 from bridge.fp4.triton_arithmetic import quantize_token, upcast
 from sglang_trace.kernels.nvfp4 import check_input
 from sglang_trace.kernels.record import OPERAND_GROUP, write_operand, write_site
-from sglang_trace.kernels.staging_columns import LayerPlace
+from sglang_trace.kernels.staging_columns import LayerColumns
 
 
 def quantize_tokens(
-    x_TH: Tensor, expert_ids_TK: Tensor, operand_TH: Tensor, place: LayerPlace | None
+    x_TH: Tensor, expert_ids_TK: Tensor, operand_TH: Tensor, columns: LayerColumns | None
 ) -> None:
     """Quantize tokens to NVFP4, store them as the GEMM's operand and record them.
 
@@ -29,7 +29,7 @@ def quantize_tokens(
         x_TH: BF16 or FP32 [T, H], contiguous along H.
         expert_ids_TK: int32 or int64 [T, K] in the router's order.
         operand_TH: BF16 [T, H], written.
-        place: where to record, None to record nothing.
+        columns: where to record, None to record nothing.
 
     Raises:
         ValueError: if H is not a multiple of 32 or the dtype is another.
@@ -41,11 +41,11 @@ def quantize_tokens(
     assert operand_TH.is_contiguous()
     slots = expert_ids_TK.shape[1]
     blocks = width // NVFP4_BLOCK
-    fc1, routes = (place.fc1, place.routes) if place else (None, None)
-    rows_MB = place.rows_MB if place else operand_TH
+    fc1, routes = (columns.fc1, columns.routes) if columns else (None, None)
+    rows_MB = columns.rows_MB if columns else operand_TH
     if tokens == 0:
         return
-    assert place is None or len(rows_MB) >= tokens
+    assert columns is None or len(rows_MB) >= tokens
     _quantize_tokens[(tokens,)](
         x_TH,
         expert_ids_TK,
@@ -60,9 +60,9 @@ def quantize_tokens(
         PADDED=triton.next_power_of_2(blocks),
         SLOTS=slots,
         PADDED_SLOTS=triton.next_power_of_2(slots),
-        BITS=place.bits if place else 1,
-        SCALE_BITS=place.scale_bits if place else 8,
-        ID_BYTES=place.id_bytes if place else 1,
+        BITS=columns.bits if columns else 1,
+        SCALE_BITS=columns.scale_bits if columns else 8,
+        ID_BYTES=columns.id_bytes if columns else 1,
         FC1=fc1 is not None,
         ROUTES=routes is not None,
     )

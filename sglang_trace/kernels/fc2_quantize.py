@@ -1,4 +1,4 @@
-"""fc2: silu(gate) * up, quantize and record, one program a token and expert slot.
+"""fc2: silu(gate) * up, quantize and record, one program per token and expert slot.
 
 Shape legend: T tokens, K expert slots, R = T * K rows (token-major), I expert width, B blocks
 (padded), S = 16 values of a block.
@@ -14,15 +14,15 @@ from bridge.fp4.nvfp4 import NVFP4_BLOCK
 from bridge.fp4.triton_arithmetic import float_of, quantize_token, round_bf16, upcast
 from sglang_trace.kernels.nvfp4 import check_input
 from sglang_trace.kernels.record import OPERAND_GROUP, write_operand, write_site
-from sglang_trace.kernels.staging_columns import LayerPlace
+from sglang_trace.kernels.staging_columns import LayerColumns
 
 # log2(e) in two parts: a BF16 number has 8 bits, so its product with the first, of 16, is exact.
 _LOG2E_HIGH: tl.constexpr = tl.constexpr(94548.0 * 2.0**-16)
 _LOG2E_LOW: tl.constexpr = tl.constexpr(1.4426950408889634 - 94548.0 * 2.0**-16)
 
 
-def quantize_slots(
-    gate_up_R2I: Tensor, slots: int, operand_RI: Tensor, place: LayerPlace | None
+def quantize_expert_slots(
+    gate_up_R2I: Tensor, slots: int, operand_RI: Tensor, columns: LayerColumns | None
 ) -> None:
     """Apply the gated SiLU, quantize to NVFP4, store the GEMM's operand and record it.
 
@@ -33,7 +33,7 @@ def quantize_slots(
         gate_up_R2I: BF16 [R, 2I], the gate's columns first, contiguous.
         slots: K.
         operand_RI: BF16 [R, I], written.
-        place: where to record, None to record nothing.
+        columns: where to record, None to record nothing.
 
     Raises:
         ValueError: if I is not a multiple of 32.
@@ -44,23 +44,23 @@ def quantize_slots(
     assert gate_up_R2I.is_contiguous()
     assert operand_RI.is_contiguous()
     blocks = width // NVFP4_BLOCK
-    fc2 = place.fc2 if place else None
-    rows_MB = place.rows_MB if place else operand_RI
+    fc2 = columns.fc2 if columns else None
+    rows_MB = columns.rows_MB if columns else operand_RI
     if rows == 0:
         return
-    assert place is None or len(rows_MB) * slots >= rows
+    assert columns is None or len(rows_MB) * slots >= rows
     _quantize_slots[(rows,)](
         gate_up_R2I,
         operand_RI,
         rows_MB,
         rows_MB.stride(0),
         fc2 or 0,
-        place.fc2_slot if place else 0,
+        columns.fc2_slot if columns else 0,
         slots,
         BLOCKS=blocks,
         PADDED=triton.next_power_of_2(blocks),
-        BITS=place.bits if place else 1,
-        SCALE_BITS=place.scale_bits if place else 8,
+        BITS=columns.bits if columns else 1,
+        SCALE_BITS=columns.scale_bits if columns else 8,
         FC2=fc2 is not None,
     )
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from sglang_trace.kernels.combine import combine
 from sglang_trace.kernels.fc1_quantize import quantize_tokens
-from sglang_trace.kernels.fc2_quantize import quantize_slots
+from sglang_trace.kernels.fc2_quantize import quantize_expert_slots
 from sglang_trace.kernels.grouped_gemm import DECODE, FEW, PREFILL, TileShape, multiply
-from sglang_trace.kernels.staging_columns import LayerPlace
+from sglang_trace.kernels.staging_columns import LayerColumns
 from sglang_trace.kernels.tiles import most_tiles, sort_rows
 
 
@@ -99,10 +99,10 @@ def run_experts(
     expert_ids_TK: Tensor,
     weights: ExpertWeights,
     workspace: Workspace,
-    place: LayerPlace | None,
+    columns: LayerColumns | None,
     out_TH: Tensor,
 ) -> None:
-    """Run the MoE layer on quantized activations, record them at `place`, write BF16 [T, H].
+    """Run the MoE layer on quantized activations, record them at `columns`, write BF16 [T, H].
 
     Six launches and no allocation; which kernels run depends on T alone. Every one of the T rows
     is recorded, padding too: the host takes the rows of real tokens.
@@ -118,13 +118,13 @@ def run_experts(
     sort_rows(expert_ids_TK.flatten(), experts, shape.rows, *tiles[:3])
 
     x_hat_TH = workspace.operand(tokens, hidden)
-    quantize_tokens(x_TH, expert_ids_TK, x_hat_TH, place)
+    quantize_tokens(x_TH, expert_ids_TK, x_hat_TH, columns)
     gate_up_R2I = workspace.output(rows, outputs)
     fc1 = (weights.w13_codes, weights.w13_scales, weights.gate_scale, weights.up_scale)
     multiply(x_hat_TH, *fc1, gate_up_R2I, *tiles, slots, shape)
 
     h_hat_RI = workspace.operand(rows, outputs // 2)
-    quantize_slots(gate_up_R2I, slots, h_hat_RI, place)
+    quantize_expert_slots(gate_up_R2I, slots, h_hat_RI, columns)
     y_RH = workspace.output(rows, hidden)
     fc2 = (weights.w2_codes, weights.w2_scales, weights.down_scale, weights.down_scale)
     multiply(h_hat_RI, *fc2, y_RH, *tiles, 1, shape)

@@ -1,6 +1,6 @@
 """Quantize rows to NVFP4: `bridge.fp4.nvfp4.quantize_nvfp4` in one pass.
 
-Shape legend: M matrices, R rows of a matrix, N values of a row, B blocks of 16 a row.
+Shape legend: M matrices, R rows of a matrix, N values of a row, B blocks of 16 per row.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def quantize_nvfp4_packed(
 def quantize_weights(
     w_EOI: Tensor, packed_EOI: Tensor, scales_EOB: Tensor, global_scale_E: Tensor
 ) -> None:
-    """Quantize one weight matrix an expert, as `bridge.fp4.nvfp4.quantize_weight` does, in place.
+    """Quantize one weight matrix per expert, as `bridge.fp4.nvfp4.quantize_weight` does, in place.
 
     What a CUDA graph has recorded about the destinations stays true: no tensor is replaced.
 

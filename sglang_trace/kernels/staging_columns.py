@@ -13,7 +13,7 @@ from bridge.layout import Part, RecordLayout, Site
 
 
 @dataclass(frozen=True)
-class LayerPlace:
+class LayerColumns:
     """The staging rows and one MoE layer's columns in them; None where a site is not recorded.
 
     rows_MB  uint8 [M, B] rows of the FORWARD part, at a fixed address
@@ -33,7 +33,7 @@ class LayerPlace:
     fc2_slot: int
 
     @classmethod
-    def of(cls, layout: RecordLayout, rows_MB: Tensor, layer: int) -> LayerPlace:
+    def of(cls, layout: RecordLayout, rows_MB: Tensor, layer: int) -> LayerColumns:
         """Read the columns of MoE layer `layer` off the layout."""
         assert rows_MB.shape[1] == layout.row_bytes(Part.FORWARD)
         found = {

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 # Rows that a program looks at together.
-_LEAST_CHUNK, _MOST_CHUNK = 128, 4096
+_MIN_CHUNK, _MAX_CHUNK = 128, 4096
 
 
 def most_tiles(rows: int, num_experts: int, tile_rows: int) -> int:
@@ -51,10 +51,10 @@ def sort_rows(
         count,
         rows,
         EXPERTS=num_experts,
-        # One place more than there are experts: rows of no expert are counted there.
+        # One entry more than there are experts: rows of no expert are counted there.
         BINS=triton.next_power_of_2(num_experts + 1),
         TILE=tile_rows,
-        CHUNK=min(max(triton.next_power_of_2(rows), _LEAST_CHUNK), _MOST_CHUNK),
+        CHUNK=min(max(triton.next_power_of_2(rows), _MIN_CHUNK), _MAX_CHUNK),
     )
 
 

@@ -137,8 +137,8 @@ class TraceNvfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             self.experts.count,
             x_TH.device,
         )
-        place = self.recorder.place(tokens) if self.recorder else None
-        moe.run_experts(x_TH, weights_TK, expert_ids_TK, weights, workspace, place, y_TH)
+        columns = self.recorder.columns(tokens) if self.recorder else None
+        moe.run_experts(x_TH, weights_TK, expert_ids_TK, weights, workspace, columns, y_TH)
         return y_TH
 
 

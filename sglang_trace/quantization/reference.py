@@ -6,7 +6,7 @@ to the activations' dtype, whichever of the two dtypes the weights are held in: 
 units FP32 is several times faster. The order of accumulation is the BLAS library's; beyond that a
 token's result does not depend on the other tokens of the batch.
 
-Shape legend: T tokens, K experts a token (slots), H hidden size, I expert width, E experts,
+Shape legend: T tokens, K expert slots of a token, H hidden size, I expert width, E experts,
 N rows (token, slot) that one expert serves.
 """
 
@@ -27,17 +27,17 @@ class ActivationRecorder(Protocol):
     """What wants to see the quantized activations and the routes of one layer."""
 
     def fc1(self, x_TH: Fp4Tensor) -> None:
-        """Take the input of the gate and up projections, one row a token."""
+        """Take the input of the gate and up projections, one row per token."""
 
     def fc2(self, h_TKI: Fp4Tensor) -> None:
-        """Take the input of the down projection, one row a token and slot."""
+        """Take the input of the down projection, one row per token and expert slot."""
 
     def routes(self, expert_ids_TK: Tensor) -> None:
         """Take the expert ids in the router's top-k order."""
 
 
 def quantize_activation(x: Tensor, group: ProcessGroup | None = None) -> Fp4Tensor:
-    """Quantize activations [..., N] to NVFP4 with one power-of-two scale a row.
+    """Quantize activations [..., N] to NVFP4 with one power-of-two scale per row.
 
     `group` are the ranks that hold the other parts of the rows: the scale is of whole rows, and the
     largest of the parts' scales is the one that a row of all parts would have.

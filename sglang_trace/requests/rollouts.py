@@ -35,14 +35,14 @@ class Rollout:
     reason      why it is not, None for the server's own
     continues   whether it goes on where the trajectory's last rollout ended; if not, its records
                 replace those of the trajectory whole
-    home        the bridge that its rows go to (`bridge.transport.bridge_sharding`)
+    shard        the bridge that its rows go to (`bridge.transport.bridge_sharding`)
     """
 
     number: int
     trajectory: str | None
     reason: Reason | None = None
     continues: bool = False
-    home: int = 0
+    shard: int = 0
 
 
 @dataclass
@@ -101,8 +101,8 @@ class Rollouts:
         last.number = self._made
         if len(self._last) > NAMES_KEPT:
             self._last.popitem(last=False)
-        home = shard_of(trajectory, self._bridges)
-        return Rollout(self._made, trajectory, None, continues, home)
+        shard = shard_of(trajectory, self._bridges)
+        return Rollout(self._made, trajectory, None, continues, shard)
 
     def _continues(self, trajectory: str, turn: str, prompt: Sequence[int]) -> bool:
         last = self._last.get(trajectory)

@@ -21,7 +21,7 @@ from sglang_trace.requests.naming import SUFFIX_MARK, trajectory_of
 HEALTH_CHECK = "HEALTH_CHECK"
 WARM_UP = "TRACE_WARM_UP"
 # The bridge refuses longer names, and a refusal would end the server.
-MOST_CHARACTERS = 1024
+MAX_CHARACTERS = 1024
 
 
 class NameRefused(TraceError, ValueError):
@@ -54,10 +54,10 @@ def checked_trajectory(rid: str) -> str:
         TraceError: it names none, one that is too long, or one that is no text.
     """
     trajectory = trajectory_of(rid)
-    if len(trajectory) > MOST_CHARACTERS:
+    if len(trajectory) > MAX_CHARACTERS:
         raise NameRefused(
             f"The request id has {len(trajectory)} characters and a trajectory's name has at most "
-            f"{MOST_CHARACTERS}; send a shorter rid."
+            f"{MAX_CHARACTERS}; send a shorter rid."
         )
     try:
         trajectory.encode()

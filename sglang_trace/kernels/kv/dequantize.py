@@ -20,7 +20,7 @@ from sglang_trace.kernels.kv.values import as_bf16, stored_values
 # Four warps hold this many bytes of code words, 32 a thread.
 _TILE_BYTES = 4096
 # Enough to fill any GPU with one request; a program goes on to the tile this far behind its last.
-_MOST_PROGRAMS = 2048
+_MAX_PROGRAMS = 2048
 
 
 def dequantize_keys_and_values(
@@ -67,7 +67,7 @@ def dequantize_keys_and_values(
     assert len(starts_S) == len(rows_B) + 1
     tile = 2 * _TILE_BYTES // size
     tiles = triton.cdiv(max_keys * k_NhD.shape[1], tile)
-    _dequantize[(min(tiles, _MOST_PROGRAMS), len(rows_B))](
+    _dequantize[(min(tiles, _MAX_PROGRAMS), len(rows_B))](
         k_codes_PHd,
         k_scales_PHb,
         v_codes_PHd,

@@ -34,17 +34,17 @@ class DueRows:
     count_1   int64 [1], how many there are
     rows_n    int64 [n], their row numbers; only the first `count_1` are written
     rows_nB   uint8 [n, B], rows of the KV part; only the first `count_1` are written
-    nan_1     int32 [1], 0 or one more than the index in `places` of a site that had a NaN scale, in
+    nan_1     int32 [1], 0 or one more than the index in `sites` of a site that had a NaN scale, in
               these rows or in earlier ones: rows with full scales show it themselves, rows with
               2-bit scales cannot
-    places    site and layer of every record of a row
+    sites     site and layer of every record of a row
     """
 
     count_1: Tensor
     rows_n: Tensor
     rows_nB: Tensor
     nan_1: Tensor
-    places: tuple[tuple[Site, int], ...]
+    sites: tuple[tuple[Site, int], ...]
 
 
 class KVRows:
@@ -56,25 +56,25 @@ class KVRows:
 
     def __init__(self, layout: RecordLayout, sites: list[PoolSite]) -> None:
         width = layout.shape.num_kv_heads * layout.shape.head_dim
-        for place in sites:
-            assert place.codes_PHd.is_contiguous()
-            assert place.scales_PHb.is_contiguous()
-            assert place.codes_PHd[0].nbytes == width // 2
-            assert place.scales_PHb[0].nbytes == width // 16
+        for each in sites:
+            assert each.codes_PHd.is_contiguous()
+            assert each.scales_PHb.is_contiguous()
+            assert each.codes_PHd[0].nbytes == width // 2
+            assert each.scales_PHb[0].nbytes == width // 16
         expected = {
             (site, layer) for site in (Site.K, Site.V) for layer in layout.site_layers(site)
         }
-        assert {(place.site, place.layer) for place in sites} == expected
+        assert {(each.site, each.layer) for each in sites} == expected
         self._layout = layout
         self._sites = sites  # keeps the buffers alive
         self._width = width
-        self._places = tuple((place.site, place.layer) for place in sites)
+        self._recorded = tuple((each.site, each.layer) for each in sites)
         device = sites[0].codes_PHd.device
         self._nan_1 = torch.zeros(1, dtype=torch.int32, device=device)
-        columns = [layout.columns(place.site, place.layer).start for place in sites]
+        columns = [layout.columns(each.site, each.layer).start for each in sites]
         table = [
-            [place.codes_PHd.data_ptr(), place.scales_PHb.data_ptr(), column]
-            for place, column in zip(sites, columns, strict=True)
+            [each.codes_PHd.data_ptr(), each.scales_PHb.data_ptr(), column]
+            for each, column in zip(sites, columns, strict=True)
         ]
         self._table_S3 = torch.tensor(table, dtype=torch.int64, device=device)
 
@@ -97,7 +97,7 @@ class KVRows:
             torch.empty_like(rows_n),
             torch.empty(shape, dtype=torch.uint8, device=slots_n.device),
             self._nan_1,
-            self._places,
+            self._recorded,
         )
         groups = self._width // 8
         _gather[(count, len(self._sites))](

@@ -17,7 +17,7 @@ _PROGRAMS_A_ROW = 16
 _SLOTS_AT_ONCE = 1024
 
 
-def copy_slots(table_RC: Tensor, rows_B: Tensor, lengths_B: Tensor, copy_MC: Tensor) -> None:
+def copy_kv_slots(table_RC: Tensor, rows_B: Tensor, lengths_B: Tensor, copy_MC: Tensor) -> None:
     """Copy the first `lengths_B` entries of rows `rows_B` to rows 0 to B of `copy_MC`.
 
     What lies beyond a length stays as it was. Does not wait for the device.

@@ -197,8 +197,8 @@ def test_rows_are_numbered_with_the_bridge_of_the_trajectory_that_they_are_compu
     outbox: Outbox,
 ) -> None:
     first, second = (
-        request(next(f"t{n}" for n in count() if shard_of(f"t{n}", 2) == home), [7, 9], [1])
-        for home in (0, 1)
+        request(next(f"t{n}" for n in count() if shard_of(f"t{n}", 2) == shard), [7, 9], [1])
+        for shard in (0, 1)
     )
     staging = Staging(LAYOUT, 16, "cpu")
     capture = Capture(torch.nn.Module(), LAYOUT, None, Ledger(32), staging, outbox, bridges=2)  # type: ignore[arg-type]

@@ -120,7 +120,7 @@ def test_gathered_records_are_those_that_a_cpu_reads(
 
 
 def test_gathered_rows_go_to_the_bridges_that_their_numbers_name(bridge: str, pool: Any) -> None:
-    """The first bridge is the home of "d" and of the prefix, the second one of "a"."""
+    """The first bridge owns "d" and the prefix, the second one "a"."""
     assert [shard_of(name, 2) for name in ("d", "a")] == [0, 1]
     second = spawn.start()
     both = f"{bridge},{second.endpoint}"

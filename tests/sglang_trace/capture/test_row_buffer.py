@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_trace.capture.row_buffer import Gathered, RowBlock
+from sglang_trace.capture.row_buffer import Gathered, RowBuffer
 
 
 @given(
@@ -15,7 +15,7 @@ def test_every_row_leaves_once_in_order_whatever_is_written_there_next(
     capacity: int, passes: list[int | None]
 ) -> None:
     """A pass is its number of rows; None takes what is there, as the end of a request does."""
-    block, staging = RowBlock(capacity), torch.empty(12, 3, dtype=torch.uint8)
+    block, staging = RowBuffer(capacity), torch.empty(12, 3, dtype=torch.uint8)
     left: list[Gathered] = []
     made = 0
     for count in [*passes, None]:
@@ -35,7 +35,7 @@ def test_every_row_leaves_once_in_order_whatever_is_written_there_next(
 
 
 def test_small_passes_leave_together_and_a_large_one_by_itself() -> None:
-    block = RowBlock(4)
+    block = RowBuffer(4)
     rows = torch.zeros(5, 3, dtype=torch.uint8)
     assert block.add(0, rows[:2]) == []
     assert block.add(2, rows[:2]) == []
@@ -49,13 +49,13 @@ def test_small_passes_leave_together_and_a_large_one_by_itself() -> None:
 
 
 def test_a_block_counts_with_all_its_memory_however_few_rows_it_has() -> None:
-    block = RowBlock(4)
+    block = RowBuffer(4)
     block.add(0, torch.zeros(1, 3, dtype=torch.uint8))
     (few,) = block.take()
     assert few.nbytes == 4 * 3
 
 
 def test_on_a_cpu_every_pass_leaves_at_once() -> None:
-    (only,) = RowBlock.on("cpu", row_bytes=3).add(7, torch.zeros(1, 3, dtype=torch.uint8))
+    (only,) = RowBuffer.on("cpu", row_bytes=3).add(7, torch.zeros(1, 3, dtype=torch.uint8))
     assert only.first == 7
-    assert only.made is None
+    assert only.ready is None

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bridge.transport.bridge_sharding import counts_of, shard_of, shards_of
 from sglang_trace.capture.ledger import Ledger, Span
-from sglang_trace.capture.row_routing import RowHomes
+from sglang_trace.capture.row_routing import RowRouter
 
 SLOTS = 400
 _PASSES = st.lists(
@@ -20,7 +20,7 @@ _PASSES = st.lists(
 def test_shipped_rows_have_the_ledgers_numbers(
     passes: list[list[tuple[int, int]]], bridges: int, data: st.DataObject
 ) -> None:
-    homes, ledger, filled = RowHomes(bridges), Ledger(SLOTS), 1
+    router, ledger, filled = RowRouter(bridges), Ledger(SLOTS), 1
     expected: list[int] = []
     for requests in passes:
         spans = [
@@ -29,7 +29,7 @@ def test_shipped_rows_have_the_ledgers_numbers(
         count = sum(span.length for span in spans)
         slots = torch.arange(filled, filled + count)
         first = ledger.record(slots, spans)
-        homes.keep(first, spans)
+        router.keep(first, spans)
         filled += count
         expected += ledger.read("nobody", slots).tolist()
         assert shards_of(ledger.read("nobody", slots).numpy()).tolist() == [
@@ -37,19 +37,19 @@ def test_shipped_rows_have_the_ledgers_numbers(
         ]
         for span in spans:
             last = ledger.own_rows(span.request, span.length)
-            assert set(shards_of(last.numpy())) == {span.home}
+            assert set(shards_of(last.numpy())) == {span.shard}
     shipped: list[int] = []
     while len(shipped) < len(expected):
         count = data.draw(st.integers(1, len(expected) - len(shipped)))
-        shipped += homes.numbers(len(shipped), count).tolist()
+        shipped += router.numbers(len(shipped), count).tolist()
     assert shipped == expected
     assert [counts_of(row) for row in shipped] == list(range(len(shipped)))
-    assert not homes._spans
+    assert not router._spans
 
 
 def test_padding_has_a_number_too() -> None:
     ledger = Ledger(SLOTS)
-    ledger.record(torch.tensor([3, 4, 0, 0]), [Span("a", 0, 2, home=1)])
+    ledger.record(torch.tensor([3, 4, 0, 0]), [Span("a", 0, 2, shard=1)])
     assert ledger.next_row == 4
     rows = ledger.read("nobody", torch.tensor([3, 4]))
     assert (counts_of(rows.numpy()).tolist(), shards_of(rows.numpy()).tolist()) == ([0, 1], [1, 1])

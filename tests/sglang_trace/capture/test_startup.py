@@ -71,7 +71,7 @@ def test_one_rank_logs_one_line(
     monkeypatch.setattr(hook_check, "check_scheduler", lambda: None)
     monkeypatch.setattr(unsupported, "check_model", lambda *_: None)
     monkeypatch.setattr(capture, "start", lambda *_: begun)
-    monkeypatch.setattr(startup, "most_rows", lambda _: 8)
+    monkeypatch.setattr(startup, "max_rows", lambda _: 8)
     monkeypatch.setattr(startup, "Finalize", lambda *_, **__: None)
     monkeypatch.setattr(
         runtime_context, "get_serving", lambda: SimpleNamespace(weight_version="v0")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bridge.layout import ModelShape, Part, RecordLayout, Site
-from sglang_trace.kernels.staging_columns import LayerPlace
+from sglang_trace.kernels.staging_columns import LayerColumns
 from tests.sglang_trace.kernels.inputs import DEVICE
 
 UNWRITTEN = 0xA5
@@ -31,6 +31,6 @@ def empty_rows(layout: RecordLayout, rows: int) -> Tensor:
     return torch.full((rows, layout.row_bytes(Part.FORWARD)), UNWRITTEN, dtype=torch.uint8)
 
 
-def place_of(layout: RecordLayout, rows: int, layer: int) -> LayerPlace:
+def place_of(layout: RecordLayout, rows: int, layer: int) -> LayerColumns:
     """Staging rows on the device under test, and a layer's columns in them."""
-    return LayerPlace.of(layout, empty_rows(layout, rows).to(DEVICE), layer)
+    return LayerColumns.of(layout, empty_rows(layout, rows).to(DEVICE), layer)

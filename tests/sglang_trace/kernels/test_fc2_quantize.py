@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bridge.fp4.triton_arithmetic import upcast
 from bridge.layout import Site
-from sglang_trace.kernels.fc2_quantize import quantize_slots, silu_bf16
+from sglang_trace.kernels.fc2_quantize import quantize_expert_slots, silu_bf16
 from sglang_trace.quantization.reference import quantize_activation
 from tests.sglang_trace.kernels.inputs import (
     DEVICE,
@@ -34,7 +34,7 @@ def check(gate_up_R2I: Tensor, slots: int, bits: int = 1, scale_bits: int = 8) -
     layout = layout_of(16, width, slots, bits, scale_bits=scale_bits)
     place = place_of(layout, tokens + 1, 2)
     operand = torch.full((rows, width), 7, dtype=torch.bfloat16, device=DEVICE)
-    quantize_slots(gate_up_R2I.to(DEVICE), slots, operand, place)
+    quantize_expert_slots(gate_up_R2I.to(DEVICE), slots, operand, place)
 
     h_TKI = (F.silu(gate_up_R2I[:, :width]) * gate_up_R2I[:, width:]).view(tokens, slots, width)
     expected = quantize_activation(h_TKI)

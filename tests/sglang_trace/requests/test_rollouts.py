@@ -100,9 +100,9 @@ def test_names_are_remembered_in_bounded_memory() -> None:
 
 def test_rows_go_to_the_trajectorys_bridge_and_the_servers_own_to_the_first() -> None:
     rollouts = Rollouts(3)
-    assert {rollouts.of(request(f"t#{turn}", [])).home for turn in range(4)} == {shard_of("t", 3)}
+    assert {rollouts.of(request(f"t#{turn}", [])).shard for turn in range(4)} == {shard_of("t", 3)}
     own = rollouts.of(request("HEALTH_CHECK_1", []))
-    assert (own.home, own.trajectory, own.reason) == (0, None, None)
+    assert (own.shard, own.trajectory, own.reason) == (0, None, None)
 
 
 @pytest.mark.parametrize(

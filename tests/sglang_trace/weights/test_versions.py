@@ -25,7 +25,7 @@ def test_a_row_belongs_to_its_weights_whatever_bridge_it_goes_to() -> None:
     versions = WeightVersions()
     versions.enter("v0", 0)
     versions.enter("v1", 10)
-    rows = [row_number(count, home) for count in (9, 10) for home in (0, 3)]
+    rows = [row_number(count, shard) for count in (9, 10) for shard in (0, 3)]
     assert list(labels_of(versions, rows).values()) == ["v0", "v0", "v1", "v1"]
 
 

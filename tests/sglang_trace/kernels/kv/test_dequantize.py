@@ -87,7 +87,7 @@ def test_every_head_size(size: int) -> None:
 
 
 def test_a_program_goes_on_to_further_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dequantize, "_MOST_PROGRAMS", 3)
+    monkeypatch.setattr(dequantize, "_MAX_PROGRAMS", 3)
     check([300, 5, 131], 3, slice(1, 3), 64, 16, seed=1)
 
 

@@ -95,7 +95,7 @@ def test_a_nan_scale_is_remembered_once_its_slot_is_due(scale_bits: int, nan_cod
     for due, seen in ((every != 2, 0), (every == 2, 2), (every == 0, 2)):
         found = rows.gather(every, numbers, due)
         assert found.nan_1.tolist() == [seen]
-    assert found.places[1] == place
+    assert found.sites[1] == place
 
 
 def test_a_pool_without_a_buffer_of_the_layout_is_a_mistake() -> None:

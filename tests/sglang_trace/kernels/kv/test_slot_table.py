@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_trace.kernels.kv.slot_table import copy_slots
+from sglang_trace.kernels.kv.slot_table import copy_kv_slots
 from tests.sglang_trace.kernels.inputs import DEVICE
 
 
@@ -24,5 +24,5 @@ def test_each_row_is_copied_to_its_length_and_no_further(lengths: list[int], see
         expected[at, :length] = table[row, :length]
     copy = torch.full((4, 20000), -1, dtype=torch.int32, device=DEVICE)
     of = torch.tensor(lengths, dtype=torch.int64, device=DEVICE)
-    copy_slots(table.to(DEVICE), rows.to(DEVICE), of, copy)
+    copy_kv_slots(table.to(DEVICE), rows.to(DEVICE), of, copy)
     assert torch.equal(copy.cpu(), expected)
