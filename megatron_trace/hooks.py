@@ -1,4 +1,4 @@
-"""The one door from patched Megatron-core into this package.
+"""The one entry point from patched Megatron-core into this package.
 
 Every function here is called by a line that a patch of `patches/megatron-core/` adds, and returns
 its input untouched when `enable_fp4` has not marked the module. Nothing of Megatron is imported:
@@ -19,7 +19,7 @@ from megatron_trace.context import bind_scope, never_compiled
 
 @never_compiled
 def expert_input(moe_layer: nn.Module, hidden_states: Tensor) -> Tensor:
-    """Round the experts' input [S, B, H] (site fc1), once a token, before dispatch."""
+    """Round the experts' input [S, B, H] (site fc1), once per token, before dispatch."""
     site = moe_layer.__dict__.get("trace_experts")
     return hidden_states if site is None else site.round_input(hidden_states)
 

@@ -41,19 +41,29 @@ def measured(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def draw_rates(axes: Axes, rows: dict[str, list[dict[str, Any]]]) -> None:
-    """Tokens a second by context, the batch written at every point."""
-    for name, mine in rows.items():
-        contexts = [row["context"] / 1024 for row in mine]
-        rates = [row["tokens_per_s"] for row in mine]
-        axes.plot(contexts, rates, marker="o", markersize=4, label=LABELS[name])
-        for row, x, y in zip(mine, contexts, rates, strict=True):
-            axes.annotate(str(row["batch"]), (x, y), (3, 3), textcoords="offset points", size=6)
-    ticks = sorted({row["context"] // 1024 for mine in rows.values() for row in mine})
-    axes.set_xscale("log", base=2)
+    """Tokens per second by context, one bar per configuration, its batch inside."""
+    contexts = sorted({row["context"] for mine in rows.values() for row in mine})
+    width = 0.85 / len(rows)
+    for number, (name, mine) in enumerate(rows.items()):
+        by_context = {row["context"]: row for row in mine}
+        at = [place for place, context in enumerate(contexts) if context in by_context]
+        found = [by_context[contexts[place]] for place in at]
+        offset = (number - (len(rows) - 1) / 2) * width
+        bars = axes.bar(
+            [place + offset for place in at],
+            [row["tokens_per_s"] for row in found],
+            width,
+            label=LABELS[name],
+        )
+        texts = [f"{row['tokens_per_s']:,.0f} ({row['batch']})" for row in found]
+        axes.bar_label(bars, texts, rotation=90, fontsize=6, padding=2)
     axes.set_yscale("log")
-    axes.set_xticks(ticks, [f"{tick}K" for tick in ticks])
-    axes.set(xlabel="tokens of context", ylabel="tokens a second", title="decode, batch at points")
-    axes.legend(fontsize=7)
+    axes.set_ylim(top=5 * max(row["tokens_per_s"] for mine in rows.values() for row in mine))
+    axes.set_xticks(range(len(contexts)), [f"{context // 1024}K" for context in contexts])
+    axes.set(xlabel="tokens of context", ylabel="tokens per second")
+    axes.set_title("Decode with all memory used (sequences that fit)", fontsize=10)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
+    axes.legend(fontsize=7, ncols=3, frameon=False, **below)
 
 
 def draw_step(axes: Axes, rows: dict[str, list[dict[str, Any]]]) -> None:
@@ -73,9 +83,10 @@ def draw_step(axes: Axes, rows: dict[str, list[dict[str, Any]]]) -> None:
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=7)
-    axes.set(xlabel="ms a token", title=f"step ÷ batch at {longest // 1024}K (batch)")
+    axes.set(xlabel="ms per token: the time of a step over its batch (in brackets)")
+    axes.set_title(f"Where the time goes at {longest // 1024}K", fontsize=10)
     if at:
-        below = {"loc": "upper center", "bbox_to_anchor": (0.4, -0.2)}
+        below = {"loc": "upper center", "bbox_to_anchor": (0.4, -0.16)}
         axes.legend(fontsize=7, ncols=len(PARTS), columnspacing=1.0, frameon=False, **below)
 
 
@@ -88,7 +99,7 @@ def draw(report: dict[str, Any], out: Path) -> None:
     rows = measured(report)
     if not rows:
         raise ValueError("No row of the JSON has a rate: run benchmarks.engine.decode_128k first.")
-    figure, (rates, step) = plt.subplots(1, 2, figsize=(9.5, 3.6), dpi=110)
+    figure, (rates, step) = plt.subplots(1, 2, figsize=(11.5, 4.6), dpi=110)
     draw_rates(rates, rows)
     draw_step(step, rows)
     figure.suptitle(f"Qwen3-30B-A3B's shape, dummy weights, {report['device']}", size=9)

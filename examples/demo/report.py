@@ -11,7 +11,6 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from rich.console import Console
 from rich.table import Table
 
@@ -27,7 +26,6 @@ NAMES = {
     "guided_1bit_all_layers_fc2": "guided, 1 bit, all layers, with fc2",
     "guided_full_code": "guided, full code, all layers, with fc2",
 }
-MARKERS = {"fc1": "o", "fc2": "s", "k": "^", "v": "v"}
 COLORS = {
     "rtn": "tab:gray",
     "guided_1bit_deeper_half_fc2": "tab:olive",
@@ -48,7 +46,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def _gap_table(result: dict[str, Any]) -> Table:
-    table = Table(title="|log-prob gap| between rollout and trainer, nats a sampled token")
+    table = Table(title="|log-prob gap| between rollout and trainer, nats per sampled token")
     table.add_column("trainer's rounding")
     for column in ("mean", "99 %", "max", "same codes"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -68,7 +66,7 @@ def _facts_table(result: dict[str, Any]) -> Table:
         "trajectories, tokens": f"{rollout['trajectories']}, {rollout['tokens']}",
         "of them from the prefix cache": str(rollout["cached_tokens"]),
         "records missing": str(records["missing"] + result["records_after_update"]["missing"]),
-        "bytes a token: record / formula / with the store's own": (
+        "bytes per token: record / formula / with the store's own": (
             f"{records['bytes_per_token']} / {records['bytes_per_token_formula']} / "
             f"{result['run']['stored_bytes_per_token']:.0f}"
         ),
@@ -93,8 +91,8 @@ def _facts_table(result: dict[str, Any]) -> Table:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Left: the gap under every way to round. Right: agreement by layer and site."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.6), layout="constrained")
+    """Left: the gap under every way to round. Right: code words unlike the rollout's, by layer."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
     _draw_gaps(left, result)
     _draw_agreement(right, result)
     figure.savefig(path, dpi=120)
@@ -104,32 +102,35 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def _draw_gaps(axes: Axes, result: dict[str, Any]) -> None:
     gaps = result["logprob_gap"]
     means = [gap["mean"] for gap in gaps.values()]
-    colors = ["tab:gray" if "guided" not in key else "tab:green" for key in gaps]
+    colors = ["tab:green" if "guided" in key else "tab:gray" for key in gaps]
     bars = axes.barh([NAMES[key] for key in gaps], means, color=colors)
     axes.bar_label(bars, [f"{mean:.4f}" for mean in means], padding=3, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.15)
-    axes.set_xlabel("mean |log-prob gap|, nats a sampled token")
+    axes.set_title("Guided rounding (green) narrows the gap", fontsize=11)
+    axes.set_xlabel("mean |log-prob gap|, nats per sampled token (less is better)")
 
 
 def _draw_agreement(axes: Axes, result: dict[str, Any]) -> None:
     for key, color in COLORS.items():
-        for site, layers in result["agreement"][key]["by_site"].items():
-            axes.plot(
-                [entry["layer"] for entry in layers],
-                [1 - entry["agree_used"] / entry["compared"] for entry in layers],
-                color=color,
-                marker=MARKERS[site],
-                markersize=5,
-            )
+        layers, shares = unlike_by_layer(result["agreement"][key]["by_site"])
+        axes.plot(layers, shares, color=color, marker="o", label=NAMES[key])
     axes.set_yscale("symlog", linthresh=1e-5)
-    axes.set_ylim(bottom=0)
-    axes.set_xticks(range(len(layers)))
+    axes.set_ylim(bottom=-2e-6)
+    axes.set_xticks(layers)
     axes.set_xlabel("layer")
     axes.set_ylabel("share of code words unlike the rollout's")
-    lines = [Line2D([], [], color=color, label=NAMES[key]) for key, color in COLORS.items()]
-    sites = [
-        Line2D([], [], color="black", linestyle="", marker=marker, label=site)
-        for site, marker in MARKERS.items()
-    ]
-    axes.legend(handles=[*lines, *sites], fontsize=8)
+    axes.set_title("Guided layers round as the rollout did", fontsize=11)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14)}
+    axes.legend(fontsize=8, frameon=False, **below)
+
+
+def unlike_by_layer(by_site: dict[str, list[dict[str, int]]]) -> tuple[list[int], list[float]]:
+    """Return the layers, and the share of code words of all sites unlike the rollout's."""
+    layers = [entry["layer"] for entry in next(iter(by_site.values()))]
+    shares = []
+    for layer in layers:
+        entries = [entry for site in by_site.values() for entry in site if entry["layer"] == layer]
+        agreeing = sum(entry["agree_used"] for entry in entries)
+        shares.append(1 - agreeing / sum(entry["compared"] for entry in entries))
+    return layers, shares

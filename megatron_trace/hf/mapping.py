@@ -1,6 +1,6 @@
 """Which Hugging Face tensors make up each Megatron parameter, and how.
 
-Shape legend: O, I out and in features; Q query heads a group, G key/value groups, D head size, H
+Shape legend: O, I out and in features; Q query heads per group, G key/value groups, D head size, H
 hidden size, F an expert's intermediate size.
 """
 

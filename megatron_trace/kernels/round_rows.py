@@ -4,7 +4,7 @@ One program reads a row, quantizes it at the trainer's own scales, follows the r
 there is one, and writes the values that the GEMM or attention sees. `megatron_trace.rounding.rows`
 is the reference.
 
-Shape legend: R rows, N values a row, B = N / 16 blocks a row, S = 16 values of a block.
+Shape legend: R rows, N values per row, B = N / 16 blocks per row, S = 16 values of a block.
 """
 
 from __future__ import annotations

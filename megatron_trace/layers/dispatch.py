@@ -2,10 +2,10 @@
 
 The records travel as bytes, not as row ids: with expert parallelism the rank that computes a row
 does not hold the records of the rank it comes from. A row costs its fc2 record and one state byte,
-against two bytes a value for the hidden state beside it.
+against two bytes per value for the hidden state beside it.
 
 Shape legend: T tokens this rank sends, G tokens gathered from every rank, K expert slots, E
-experts, P rows that arrive at this rank sorted by local expert, W bytes a row.
+experts, P rows that arrive at this rank sorted by local expert, W bytes per row.
 """
 
 from __future__ import annotations

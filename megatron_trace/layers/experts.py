@@ -1,7 +1,7 @@
 """FP4 in the experts of one MoE layer: fc1 and fc2 inputs, and the router's probabilities.
 
 Shape legend: S sequence, B batch, H hidden size, T tokens this rank computes, K expert slots,
-E experts, P rows dispatched to this rank, I intermediate size (this rank's part), W bytes a row.
+E experts, P rows dispatched to this rank, I intermediate size (this rank's part), W bytes per row.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ExpertLayer:
     learns_at_fc2: bool = False
 
     def round_input(self, hidden_SBH: Tensor) -> Tensor:
-        """Round the experts' input, one row a token."""
+        """Round the experts' input, one row per token."""
         if self.overlaps_shared:
             set_unrounded_input(hidden_SBH)
         hidden_TH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])

@@ -30,14 +30,14 @@ class UnsupportedModel(TraceError):
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Unsupported:
     """One unsupported setting: when it applies, and the sentence that says why.
 
     Those of `experts_only` are in the way of rounded experts alone, not of FP4 keys and values.
     """
 
     applies: Callable[[TransformerConfig], Any]
-    sentence: str
+    text: str
     experts_only: bool = False
 
 
@@ -46,18 +46,18 @@ def _newer(config: TransformerConfig, option: str) -> Any:
     return getattr(config, option, None)
 
 
-REFUSALS = (
-    Refusal(
+UNSUPPORTED = (
+    Unsupported(
         lambda c: c.multi_latent_attention or c.experimental_attention_variant,
         "Latent, sparse or linear attention has no recorded K and V here: use plain attention.",
     ),
-    Refusal(
+    Unsupported(
         lambda c: _newer(c, "use_transformer_engine_op_fuser"),
         "The fused expert path has no place between activation and fc2: set "
         "use_transformer_engine_op_fuser=False.",
         experts_only=True,
     ),
-    Refusal(
+    Unsupported(
         lambda c: (
             _newer(c, "delay_wgrad_compute")
             or _newer(c, "overlap_dispatch_backward_with_experts_wgrad")
@@ -66,23 +66,23 @@ REFUSALS = (
         "delay_wgrad_compute and overlap_dispatch_backward_with_experts_wgrad to False.",
         experts_only=True,
     ),
-    Refusal(
+    Unsupported(
         lambda c: _newer(c, "moe_single_grouped_weight"),
         "moe_single_grouped_weight packs all experts into one parameter: set it to False.",
         experts_only=True,
     ),
-    Refusal(
+    Unsupported(
         lambda c: c.overlap_moe_expert_parallel_comm,
         "overlap_moe_expert_parallel_comm interleaves two micro-batches in one layer: set it to "
         "False.",
     ),
-    Refusal(
+    Unsupported(
         lambda c: c.moe_latent_size,
         "moe_latent_size projects the experts' input before dispatch, which the rollout's record "
         "does not describe: leave it unset.",
         experts_only=True,
     ),
-    Refusal(
+    Unsupported(
         lambda c: (
             c.moe_expert_capacity_factor is not None
             or c.moe_pad_expert_input_to_capacity
@@ -91,31 +91,31 @@ REFUSALS = (
         "Token dropping and padded routing change which expert slots exist: leave "
         "moe_expert_capacity_factor unset and moe_router_padding_for_quantization False.",
     ),
-    Refusal(
+    Unsupported(
         lambda c: c.moe_apply_probs_on_input,
         "moe_apply_probs_on_input scales the recorded fc1 input: set it to False.",
         experts_only=True,
     ),
-    Refusal(
+    Unsupported(
         lambda c: _newer(c, "moe_mlp_glu_interleave_size"),
         "moe_mlp_glu_interleave_size mixes gate and up rows: leave it unset.",
         experts_only=True,
     ),
-    Refusal(
+    Unsupported(
         lambda c: c.moe_router_load_balancing_type in ("sinkhorn", "quantile_balancing"),
         "Sinkhorn and quantile balancing choose experts without asking for a replay: use another "
         "moe_router_load_balancing_type.",
     ),
-    Refusal(
+    Unsupported(
         lambda c: c.moe_enable_routing_replay,
         "moe_enable_routing_replay would replay twice: set it to False, the records replay the "
         "routing.",
     ),
-    Refusal(
+    Unsupported(
         lambda c: c.fp8 or c.fp4,
         "Transformer Engine's own fp8 or fp4 would quantize a second time: unset fp8 and fp4.",
     ),
-    Refusal(
+    Unsupported(
         lambda c: any(
             (_newer(c, option) or 1) > 1
             for option in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
@@ -124,7 +124,7 @@ REFUSALS = (
         "expert_gtp_weight_remat_size to 1.",
         experts_only=True,
     ),
-    Refusal(
+    Unsupported(
         lambda c: c.cuda_graph_impl != "none",
         'CUDA graphs would replay the first micro-batch\'s records: set cuda_graph_impl="none".',
     ),
@@ -137,9 +137,9 @@ def refuse_config(config: TransformerConfig, *, experts: bool = True) -> None:
     Raises:
         UnsupportedModel: with the reason and the setting that avoids it.
     """
-    for refusal in REFUSALS:
+    for refusal in UNSUPPORTED:
         if (experts or not refusal.experts_only) and refusal.applies(config):
-            raise UnsupportedModel(refusal.sentence)
+            raise UnsupportedModel(refusal.text)
 
 
 def refuse_model(modules: Iterable[nn.Module]) -> None:

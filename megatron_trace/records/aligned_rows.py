@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bridge.errors import TokenMismatch, TraceError, WeightVersionMismatch
 from bridge.layout import Part, RecordLayout
-from megatron_trace.records.token_placement import Placement
+from megatron_trace.records.token_placement import TokenPlacement
 from megatron_trace.rounding.rows import RowState
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class VersionPolicy:
 
 
 @dataclass(frozen=True)
-class PlacedRows:
+class AlignedRows:
     """Rows in model order; a row without a record is zero and its state says so.
 
     forward_rows, kv_rows      uint8 [N, W]
@@ -79,7 +79,7 @@ class PlacedRows:
         """Return the tokens' states of one part."""
         return self.forward_state if part is Part.FORWARD else self.kv_state
 
-    def to(self, device: torch.device | str) -> PlacedRows:
+    def to(self, device: torch.device | str) -> AlignedRows:
         """Copy the rows to `device`; to a GPU from pinned memory, without waiting for the copy."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         if torch.device(device).type == "cuda" and not self.forward_rows.is_cuda:
@@ -89,12 +89,12 @@ class PlacedRows:
         )
 
 
-def place_rows(
+def align_rows(
     records: Sequence[TrajectoryRecords | None],
     layout: RecordLayout,
-    placement: Placement,
+    placement: TokenPlacement,
     versions: VersionPolicy,
-) -> PlacedRows:
+) -> AlignedRows:
     """Put every sequence's rows where the model will compute its tokens.
 
     Raises:
@@ -109,7 +109,7 @@ def place_rows(
             "the last sequence of cu_seqlens is padding."
         )
     n = len(placement.tokens)
-    placed = PlacedRows(
+    placed = AlignedRows(
         torch.zeros(n, layout.row_bytes(Part.FORWARD), dtype=torch.uint8),
         torch.zeros(n, layout.row_bytes(Part.KV), dtype=torch.uint8),
         torch.full((n,), RowState.PADDING, dtype=torch.uint8),
@@ -151,7 +151,7 @@ def check_one_meaning(records: Sequence[TrajectoryRecords | None]) -> None:
 
 
 def _place(
-    record: TrajectoryRecords, places_P: Tensor, placed: PlacedRows, accepted: Tensor
+    record: TrajectoryRecords, places_P: Tensor, placed: AlignedRows, accepted: Tensor
 ) -> None:
     """Copy the rows of the positions that record and sequence share."""
     count = min(len(places_P) - record.start, len(record.tokens))

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from megatron_trace.layers.key_values import KeyValues
 
-PATIENCE_S = 5.0
-LOOK_S = 0.05
+LATE_ROWS_TIMEOUT_S = 5.0
+POLL_INTERVAL_S = 0.05
 
 
 def fetch_records(
@@ -30,7 +30,7 @@ def fetch_records(
 ) -> list[TrajectoryRecords | None]:
     """Return the records of every trajectory, only the layers and sites that `guidance` names.
 
-    Rows that were told and are not there are waited for a moment if a gap would be an error: the
+    Reported rows that are not there yet are waited for, a moment, if a gap would be an error: the
     rollout's ranks and several bridges do not wait for each other.
 
     With `model`, which `enable_fp4` has marked, a tensor-parallel rank gets of K and V its own
@@ -56,9 +56,9 @@ def fetch_records(
     )
     names = list(trajectories)
     found = list(fetch(names))
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + LATE_ROWS_TIMEOUT_S
     while strict and (late := _late(found)) and time.monotonic() < end:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
         for at, records in zip(late, fetch([names[at] for at in late]), strict=True):
             found[at] = records
     return found

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bridge.errors import TokenMismatch, TraceError
 from megatron_trace.parallel import TokenCountMismatch
-from megatron_trace.records.token_placement import Placement
+from megatron_trace.records.token_placement import TokenPlacement
 
 
 class FormMismatch(TraceError):
@@ -46,7 +46,7 @@ class ForwardCheck:
         FormMismatch: if sequences are padded instead of packed, packed otherwise, or the reverse.
     """
 
-    def __init__(self, placement: Placement, device: torch.device) -> None:
+    def __init__(self, placement: TokenPlacement, device: torch.device) -> None:
         self._batch = placement.batch
         self._is_packed = placement.is_packed
         self._num_tokens = len(placement.tokens)

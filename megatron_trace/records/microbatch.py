@@ -1,7 +1,7 @@
 """The records of one micro-batch, in the order in which the model sees its tokens.
 
 Shape legend: b sequences, s padded length, N tokens of the micro-batch in model order (padded
-batches: [s, b] flattened, packed ones: as packed), W bytes a row, L MoE layers, K expert slots.
+batches: [s, b] flattened, packed ones: as packed), W bytes per row, L MoE layers, K expert slots.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from bridge.layout import ModelShape, RecordLayout, Site
 from bridge.layout.site import PART_OF
 from megatron_trace.parallel import ContextParallel
 from megatron_trace.records.aligned_rows import (
-    PlacedRows,
+    AlignedRows,
     VersionPolicy,
+    align_rows,
     check_one_meaning,
-    place_rows,
 )
 from megatron_trace.records.coverage import Coverage
 from megatron_trace.records.guidance import Guidance, GuidanceError
 from megatron_trace.records.input_check import ForwardCheck
 from megatron_trace.records.record_check import check_kv_scales, check_rows
-from megatron_trace.records.token_placement import Placement
-from megatron_trace.rounding.rows import COUNTER_LANES, Counter, Following, RowState, SiteRows
+from megatron_trace.records.token_placement import TokenPlacement
+from megatron_trace.rounding.rows import COUNTER_LANES, Counter, GuidanceSpec, RowState, SiteRows
 from megatron_trace.telemetry.report import Report, SiteCount
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ class GuidedMicroBatch:
         self,
         layout: RecordLayout,
         kv_scales: dict[int, tuple[float, float]],
-        rows: PlacedRows,
+        rows: AlignedRows,
         guidance: Guidance,
-        placement: Placement,
+        placement: TokenPlacement,
     ) -> None:
         self.layout = layout
         self.kv_scales = kv_scales
@@ -120,16 +120,16 @@ class GuidedMicroBatch:
         layout = _common_layout(records, layout)
         guidance.check(layout)
         if cu_seqlens is None:
-            placement = Placement.padded(tokens, lengths)
+            placement = TokenPlacement.padded(tokens, lengths)
         else:
-            placement = Placement.packed(tokens, cu_seqlens, cu_seqlens_padded)
+            placement = TokenPlacement.packed(tokens, cu_seqlens, cu_seqlens_padded)
         if pad_sequence:
             placement = placement.without_last()
         placement = placement.on_context_rank(context_parallel or ContextParallel.current())
         strict = guidance.on_missing == "error"
         versions = VersionPolicy(weight_version, max_version_lag, strict)
         check_one_meaning(records)
-        rows = place_rows(records, layout, placement, versions)
+        rows = align_rows(records, layout, placement, versions)
         check_rows(rows, layout, placement, records)
         kv_scales = _common_kv_scales(records)
         check_kv_scales(kv_scales)
@@ -186,7 +186,7 @@ class GuidedMicroBatch:
             record,
             global_scale,
             self.rows.state_of(part)[tokens],
-            Following(
+            GuidanceSpec(
                 bits,
                 self.guidance.scale_bits or self.layout.scale_bits,
                 self.guidance.reading,
@@ -282,7 +282,7 @@ def _common_kv_scales(
     return {int(layer): (k, v) for layer, (k, v) in tables[0].items()} if tables else {}
 
 
-def _require_complete(rows: PlacedRows, sites: set[Site]) -> None:
+def _require_complete(rows: AlignedRows, sites: set[Site]) -> None:
     for part in {PART_OF[site] for site in sites}:
         missing = int((rows.state_of(part) == RowState.MISSING).sum())
         if missing:

@@ -18,8 +18,8 @@ from bridge.errors import TraceError
 from bridge.formats import FULL_SCALE_BITS
 from bridge.layout import RecordLayout, Site
 from bridge.layout.site import PART_OF
-from megatron_trace.records.aligned_rows import PlacedRows
-from megatron_trace.records.token_placement import Placement
+from megatron_trace.records.aligned_rows import AlignedRows
+from megatron_trace.records.token_placement import TokenPlacement
 from megatron_trace.rounding.rows import RowState
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ class InvalidRecord(TraceError):
 
 
 def check_rows(
-    rows: PlacedRows,
+    rows: AlignedRows,
     layout: RecordLayout,
-    placement: Placement,
+    placement: TokenPlacement,
     records: Sequence[TrajectoryRecords | None],
 ) -> None:
     """Refuse recorded rows with impossible expert ids or scales.
@@ -66,7 +66,7 @@ def check_kv_scales(kv_scales: Mapping[int, tuple[float, float]]) -> None:
             )
 
 
-def _findings(rows: PlacedRows, layout: RecordLayout) -> list[tuple[int, Tensor, str]]:
+def _findings(rows: AlignedRows, layout: RecordLayout) -> list[tuple[int, Tensor, str]]:
     """Return (layer, bool [N], what is wrong) of every check."""
     found = []
     if layout.site_layers(Site.ROUTES):
@@ -87,7 +87,7 @@ def _findings(rows: PlacedRows, layout: RecordLayout) -> list[tuple[int, Tensor,
     return found
 
 
-def _routes(rows: PlacedRows, layout: RecordLayout) -> list[tuple[int, Tensor, str]]:
+def _routes(rows: AlignedRows, layout: RecordLayout) -> list[tuple[int, Tensor, str]]:
     experts, top_k = layout.shape.num_experts, layout.shape.top_k
     recorded_N1 = (rows.forward_state == RowState.RECORDED).unsqueeze(-1)
     ids_NLK = layout.routes(rows.forward_rows)
@@ -103,7 +103,9 @@ def _routes(rows: PlacedRows, layout: RecordLayout) -> list[tuple[int, Tensor, s
     return found
 
 
-def _where(place: int, placement: Placement, records: Sequence[TrajectoryRecords | None]) -> str:
+def _where(
+    place: int, placement: TokenPlacement, records: Sequence[TrajectoryRecords | None]
+) -> str:
     for record, places_P in zip(records, placement.sequences, strict=False):
         at = (places_P == place).nonzero()
         if record is not None and len(at):

@@ -22,7 +22,7 @@ class PlacementError(TraceError):
 
 
 @dataclass(frozen=True)
-class Placement:
+class TokenPlacement:
     """The tokens of a micro-batch in model order, and where each sequence's tokens are in it.
 
     tokens     int64 [N] on the CPU
@@ -41,7 +41,7 @@ class Placement:
     bounds: tuple[int, ...]
 
     @classmethod
-    def padded(cls, tokens_bs: Tensor, lengths: Sequence[int] | Tensor | None) -> Placement:
+    def padded(cls, tokens_bs: Tensor, lengths: Sequence[int] | Tensor | None) -> TokenPlacement:
         """Describe a right-padded batch [b, s], which the model computes as [s, b].
 
         Raises:
@@ -65,7 +65,7 @@ class Placement:
         tokens: Tensor,
         cu_seqlens: Sequence[int] | Tensor,
         cu_seqlens_padded: Sequence[int] | Tensor | None,
-    ) -> Placement:
+    ) -> TokenPlacement:
         """Describe packed tokens [t] or [1, t] by Megatron's cumulative sequence lengths.
 
         Raises:
@@ -92,11 +92,11 @@ class Placement:
         flat = tokens.reshape(-1).to("cpu", torch.int64)
         return cls(flat, sequences, 1, True, tuple(starts))
 
-    def without_last(self) -> Placement:
+    def without_last(self) -> TokenPlacement:
         """Return the same tokens, those of the last sequence being padding."""
         return replace(self, sequences=self.sequences[:-1])
 
-    def on_context_rank(self, context: ContextParallel) -> Placement:
+    def on_context_rank(self, context: ContextParallel) -> TokenPlacement:
         """Return the tokens that one context-parallel rank computes.
 
         Raises:

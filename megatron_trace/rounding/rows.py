@@ -1,7 +1,7 @@
 """Rounding one site's rows: guided by the rollout's record, to nearest where there is none.
 
-Shape legend: R rows of a call (tokens, or dispatched token-expert pairs), N values a row (this
-rank's part of it), B = N / 16 blocks a row, W bytes of a packed row.
+Shape legend: R rows of a call (tokens, or dispatched token-expert pairs), N values per row (this
+rank's part of it), B = N / 16 blocks per row, W bytes of a packed row.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Counter(IntEnum):
 
 
 @dataclass(frozen=True)
-class Following:
+class GuidanceSpec:
     """How closely records are followed.
 
     bits        low bits of the recorded code words that guide the rounding; 0 rounds to nearest
@@ -98,7 +98,7 @@ class SiteRows:
     record: SiteRecord
     global_scale: Tensor
     state: Tensor
-    following: Following
+    following: GuidanceSpec
     counts: Tensor | None
     held: range
 

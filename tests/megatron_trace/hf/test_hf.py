@@ -128,8 +128,8 @@ def test_weights_that_differ_from_the_rollouts_are_named(build: Callable[..., An
     from megatron_trace.hf.digests import WeightsDiffer
 
     model = build()
-    told = weight_digests(model)
-    client: Any = SimpleNamespace(digests=lambda version: told if version == "7" else {})
+    reported = weight_digests(model)
+    client: Any = SimpleNamespace(digests=lambda version: reported if version == "7" else {})
     require_equal_weights(model, client, "7")
     with pytest.raises(WeightsDiffer, match=r"96 of 96 expert matrices .* version '8'"):
         require_equal_weights(model, client, "8")

@@ -178,8 +178,8 @@ def fetched(batches: Batches, models: list[Any]) -> Batches:
                 rows = torch.arange(first, first + len(tokens) - 1)
                 producer.send_rows(Part.FORWARD, rows, record.forward[:-1], "1")
                 producer.send_rows(Part.KV, rows, record.kv[:-1], "1")
-                told = torch.cat((rows, torch.tensor([-1])))
-                producer.send_trajectory(record.trajectory, 0, tokens, told, "finished")
+                every_row = torch.cat((rows, torch.tensor([-1])))
+                producer.send_trajectory(record.trajectory, 0, tokens, every_row, "finished")
                 first += len(rows)
         producer.flush()
         for sequences, records in batches:

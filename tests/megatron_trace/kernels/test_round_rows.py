@@ -16,7 +16,7 @@ from bridge.fp4.scale_bits import pack_low_scales
 from bridge.layout import SiteRecord
 from megatron_trace.kernels.round_rows import RecordRows
 from megatron_trace.kernels.round_rows import round_rows as kernel
-from megatron_trace.rounding.rows import COUNTER_LANES, Counter, Following, SiteRows
+from megatron_trace.rounding.rows import COUNTER_LANES, Counter, GuidanceSpec, SiteRows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -117,7 +117,7 @@ def test_guided_rounding_and_counts_are_those_of_the_reference(
     own = token_scale(x)
     lanes = (COUNTER_LANES, len(Counter))
     counts = torch.zeros(lanes, dtype=torch.int64, device=DEVICE) if counting else None
-    following = Following(bits, scale_bits, reading, compare)
+    following = GuidanceSpec(bits, scale_bits, reading, compare)
     reference = SiteRows(record, scale, state, following, counts, range(width))
     expected = reference.rounded(x, quantize_nvfp4(x, own), first).dequantize(dtype)
     found_counts = torch.zeros(lanes, dtype=torch.int64, device=DEVICE)

@@ -17,12 +17,12 @@ from bridge.errors import TokenMismatch, WeightVersionMismatch
 from bridge.layout import ModelShape, Part, RecordLayout, Site
 from bridge.wire import TrajectoryState
 from megatron_trace.records.aligned_rows import (
-    PlacedRows,
+    AlignedRows,
     SequenceCountMismatch,
     VersionPolicy,
-    place_rows,
+    align_rows,
 )
-from megatron_trace.records.token_placement import Placement, PlacementError
+from megatron_trace.records.token_placement import PlacementError, TokenPlacement
 from megatron_trace.rounding.rows import RowState
 
 LAYOUT = RecordLayout(
@@ -64,14 +64,16 @@ def record(tokens: list[int], first_byte: int, **changed: Any) -> TrajectoryReco
 
 
 def placed(
-    records: list[TrajectoryRecords | None], placement: Placement, policy: VersionPolicy = ANY
-) -> PlacedRows:
-    return place_rows(records, LAYOUT, placement, policy)
+    records: list[TrajectoryRecords | None], placement: TokenPlacement, policy: VersionPolicy = ANY
+) -> AlignedRows:
+    return align_rows(records, LAYOUT, placement, policy)
 
 
-def packed(*sequences: list[int]) -> Placement:
+def packed(*sequences: list[int]) -> TokenPlacement:
     ends = torch.tensor([0, *map(len, sequences)]).cumsum(0)
-    return Placement.packed(torch.tensor([token for s in sequences for token in s]), ends, None)
+    return TokenPlacement.packed(
+        torch.tensor([token for s in sequences for token in s]), ends, None
+    )
 
 
 def bytes_of(rows: Tensor) -> list[int]:
@@ -85,7 +87,7 @@ class TestPlacing:
         """The model computes [s, b]: position by position, the sequences side by side."""
         tokens_bs = torch.tensor([[5, 6, 7], [8, 9, 0]])
         found = placed(
-            [record([5, 6, 7], 10), record([8, 9], 20)], Placement.padded(tokens_bs, [3, 2])
+            [record([5, 6, 7], 10), record([8, 9], 20)], TokenPlacement.padded(tokens_bs, [3, 2])
         )
         assert bytes_of(found.forward_rows) == [10, 20, 11, 0, 0, 0]
         assert bytes_of(found.kv_rows) == [110, 120, 111, 0, 0, 0]
@@ -96,7 +98,9 @@ class TestPlacing:
         assert found.forward_state.dtype is found.kv_state.dtype is torch.uint8
 
     def test_a_sequence_without_a_record_is_missing_and_the_pad_between_is_not(self) -> None:
-        placement = Placement.packed(torch.tensor([[5, 6, 0, 8, 9, 1, 0]]), [0, 2, 5], [0, 3, 7])
+        placement = TokenPlacement.packed(
+            torch.tensor([[5, 6, 0, 8, 9, 1, 0]]), [0, 2, 5], [0, 3, 7]
+        )
         found = placed([None, record([8, 9, 1], 20)], placement)
         assert found.forward_state.tolist() == found.kv_state.tolist() == [
             MISSING, MISSING, PADDING, RECORDED, RECORDED, PADDING, PADDING,
@@ -163,7 +167,7 @@ class TestPlacing:
         else:
             longest = max(lengths) + data.draw(st.integers(0, 2))
             rows = [s + [0] * (longest - len(s)) for s in sequences]
-            placement = Placement.padded(torch.tensor(rows).reshape(len(rows), -1), lengths)
+            placement = TokenPlacement.padded(torch.tensor(rows).reshape(len(rows), -1), lengths)
         found = placed([record(s, 10 * i) for i, s in enumerate(sequences)], placement)
         for state, byte, token in zip(
             found.forward_state.tolist(),
@@ -272,7 +276,7 @@ class TestPlacedRows:
     def test_all_of_it_moves_to_a_device(self) -> None:
         found = placed([record([5, 6, 7], 10)], packed([5, 6, 7]))
         moved = found.to("meta")
-        assert isinstance(moved, PlacedRows)
+        assert isinstance(moved, AlignedRows)
         for name in found.__dataclass_fields__:
             assert getattr(moved, name).device.type == "meta"
         assert moved.forward_rows.shape == (3, FORWARD)
@@ -283,7 +287,7 @@ class TestPlacedRows:
 
 class TestPlacement:
     def test_a_padded_batch_without_lengths_is_full(self) -> None:
-        found = Placement.padded(torch.tensor([[1, 2], [3, 4], [5, 6]]), None)
+        found = TokenPlacement.padded(torch.tensor([[1, 2], [3, 4], [5, 6]]), None)
         assert found.tokens.tolist() == [1, 3, 5, 2, 4, 6]
         assert [places.tolist() for places in found.sequences] == [[0, 3], [1, 4], [2, 5]]
         assert found.tokens.dtype is torch.int64
@@ -292,29 +296,29 @@ class TestPlacement:
     @pytest.mark.parametrize("lengths", [[3], [3, 3, 3], [3, -1], [3, 4]])
     def test_lengths_that_do_not_fit_are_refused(self, lengths: list[int]) -> None:
         with pytest.raises(PlacementError, match=r"do not fit 2 sequences of 3 tokens\."):
-            Placement.padded(torch.zeros(2, 3), lengths)
+            TokenPlacement.padded(torch.zeros(2, 3), lengths)
 
     @pytest.mark.parametrize("lengths", [[0, 3], torch.tensor([0, 3])])
     def test_a_length_may_be_anything_from_nothing_to_all(self, lengths: Any) -> None:
-        found = Placement.padded(torch.zeros(2, 3, dtype=torch.int32), lengths)
+        found = TokenPlacement.padded(torch.zeros(2, 3, dtype=torch.int32), lengths)
         assert [places.tolist() for places in found.sequences] == [[], [1, 3, 5]]
         assert found.tokens.dtype is torch.int64
 
     @pytest.mark.parametrize("shape", [(6,), (1, 2, 3)])
     def test_padded_tokens_have_two_dimensions(self, shape: tuple[int, ...]) -> None:
         with pytest.raises(PlacementError, match=r"not \[b, s\]: pass cu_seqlens with packed"):
-            Placement.padded(torch.zeros(shape), None)
+            TokenPlacement.padded(torch.zeros(shape), None)
 
     @pytest.mark.parametrize("shape", [(5,), (1, 5)])
     def test_packed_tokens_follow_each_other(self, shape: tuple[int, ...]) -> None:
         tokens = torch.arange(5, dtype=torch.int32).reshape(shape)
-        found = Placement.packed(tokens, torch.tensor([0, 2, 5]), None)
+        found = TokenPlacement.packed(tokens, torch.tensor([0, 2, 5]), None)
         assert found.tokens.tolist() == [0, 1, 2, 3, 4]
         assert found.tokens.dtype is torch.int64
         assert [places.tolist() for places in found.sequences] == [[0, 1], [2, 3, 4]]
 
     def test_padded_starts_leave_room_behind_every_sequence(self) -> None:
-        found = Placement.packed(torch.zeros(8), [0, 2, 3], torch.tensor([0, 4, 8]))
+        found = TokenPlacement.packed(torch.zeros(8), [0, 2, 3], torch.tensor([0, 4, 8]))
         assert [places.tolist() for places in found.sequences] == [[0, 1], [4]]
 
     @pytest.mark.parametrize(
@@ -325,30 +329,30 @@ class TestPlacement:
         self, lengths: list[int], starts: list[int] | None
     ) -> None:
         with pytest.raises(PlacementError, match=r"not describe the same sequences: pass ascend"):
-            Placement.packed(torch.zeros(8), lengths, starts)
+            TokenPlacement.packed(torch.zeros(8), lengths, starts)
 
     def test_lengths_behind_the_tokens_are_refused_and_before_their_end_are_not(self) -> None:
         with pytest.raises(PlacementError, match="end at 6 but there are 5 tokens: pass the tok"):
-            Placement.packed(torch.zeros(5), [0, 2, 4, 6], None)
-        assert len(Placement.packed(torch.zeros(5), [0, 5], None).sequences) == 1
-        assert len(Placement.packed(torch.zeros(5), [0, 4], None).sequences) == 1
-        assert Placement.packed(torch.zeros(5), [0], None).sequences == ()
+            TokenPlacement.packed(torch.zeros(5), [0, 2, 4, 6], None)
+        assert len(TokenPlacement.packed(torch.zeros(5), [0, 5], None).sequences) == 1
+        assert len(TokenPlacement.packed(torch.zeros(5), [0, 4], None).sequences) == 1
+        assert TokenPlacement.packed(torch.zeros(5), [0], None).sequences == ()
 
     def test_tokens_of_a_gpu_are_placed_on_the_cpu(self) -> None:
         """Fake tensors say where they would be."""
         with FakeTensorMode():
             tokens = torch.zeros(2, 3, dtype=torch.int32, device="cuda")
             assert tokens.device.type == "cuda"
-            assert Placement.padded(tokens, [1, 2]).tokens.device.type == "cpu"
-            assert Placement.packed(tokens, [0, 6], None).tokens.device.type == "cpu"
+            assert TokenPlacement.padded(tokens, [1, 2]).tokens.device.type == "cpu"
+            assert TokenPlacement.packed(tokens, [0, 6], None).tokens.device.type == "cpu"
 
     def test_the_form_is_kept(self) -> None:
-        padded = Placement.padded(torch.zeros(2, 3), None)
+        padded = TokenPlacement.padded(torch.zeros(2, 3), None)
         assert (padded.batch, padded.is_packed) == (2, False)
-        packed = Placement.packed(torch.zeros(5), [0, 2, 5], None)
+        packed = TokenPlacement.packed(torch.zeros(5), [0, 2, 5], None)
         assert (packed.batch, packed.is_packed) == (1, True)
 
     def test_the_last_sequence_may_be_padding(self) -> None:
-        found = Placement.packed(torch.arange(5), [0, 2, 5], None).without_last()
+        found = TokenPlacement.packed(torch.arange(5), [0, 2, 5], None).without_last()
         assert [places.tolist() for places in found.sequences] == [[0, 1]]
         assert found.tokens.tolist() == [0, 1, 2, 3, 4]

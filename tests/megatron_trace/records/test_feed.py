@@ -48,8 +48,8 @@ def client(lib: Any, sequences: list[Tensor], records: Any) -> Iterator[TraceCli
             rows = torch.arange(first, first + len(tokens) - 1)
             producer.send_rows(Part.FORWARD, rows, record.forward[:-1], "1")
             producer.send_rows(Part.KV, rows, record.kv[:-1], "1")
-            told = torch.cat((rows, torch.tensor([-1])))
-            producer.send_trajectory(record.trajectory, 0, tokens, told, "finished")
+            reported = torch.cat((rows, torch.tensor([-1])))
+            producer.send_trajectory(record.trajectory, 0, tokens, reported, "finished")
             first += len(rows)
         producer.flush()
         yield asking

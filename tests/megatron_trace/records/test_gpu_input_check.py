@@ -19,9 +19,9 @@ TOKENS = torch.arange(100, 110)
 @pytest.fixture
 def check() -> Any:
     from megatron_trace.records.input_check import ForwardCheck
-    from megatron_trace.records.token_placement import Placement
+    from megatron_trace.records.token_placement import TokenPlacement
 
-    placement = Placement.packed(TOKENS[None], (0, 6, 10), None)
+    placement = TokenPlacement.packed(TOKENS[None], (0, 6, 10), None)
     return ForwardCheck(placement, torch.device("cuda"))
 
 

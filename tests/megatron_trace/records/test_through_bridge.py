@@ -162,15 +162,17 @@ def test_rows_on_their_way_are_waited_for_and_lost_ones_are_an_error(
     from megatron_trace import fetch_records
     from megatron_trace.records.microbatch import MissingRecords
 
-    monkeypatch.setattr("megatron_trace.records.fetch.PATIENCE_S", 20.0 if arrives else 0.3)
+    monkeypatch.setattr(
+        "megatron_trace.records.fetch.LATE_ROWS_TIMEOUT_S", 20.0 if arrives else 0.3
+    )
     record, tokens, name = direct[0], sequences[0], f"late-{arrives}"
     rows = torch.arange(len(tokens) - 1)
     with RecordProducer(client.endpoint) as producer, ThreadPoolExecutor(1) as trainer:
         producer.register(name, record.layout, KV_SCALES)
         producer.send_rows(Part.FORWARD, rows, record.forward[:-1], "4")
         producer.send_rows(Part.KV, rows[:-1], record.kv[:-2], "4")
-        told = torch.cat((rows, torch.tensor([-1])))
-        producer.send_trajectory(name, 0, tokens, told, "finished")
+        reported = torch.cat((rows, torch.tensor([-1])))
+        producer.send_trajectory(name, 0, tokens, reported, "finished")
         producer.flush()
         fetched = trainer.submit(fetch_records, client, [name])
         time.sleep(0.2)

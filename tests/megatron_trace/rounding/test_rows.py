@@ -12,7 +12,7 @@ from bridge.fp4.bit_planes import pack_planes
 from bridge.fp4.guided_rounding import MatchRule
 from bridge.fp4.nvfp4 import E4M3_NAN, Fp4Tensor, quantize_nvfp4, token_scale
 from bridge.layout import SiteRecord
-from megatron_trace.rounding.rows import Counter, Following, RowState, SiteRows
+from megatron_trace.rounding.rows import Counter, GuidanceSpec, RowState, SiteRows
 
 RECORDED, MISSING, PADDING = RowState.RECORDED, RowState.MISSING, RowState.PADDING
 
@@ -25,7 +25,7 @@ def site_rows(recorded: Fp4Tensor, states: list[RowState], bits: int = 4) -> Sit
         record=record,
         global_scale=recorded.global_scale,
         state=torch.tensor(states, dtype=torch.uint8),
-        following=Following(bits, 8, MatchRule.PARITY, compare=bits == 4),
+        following=GuidanceSpec(bits, 8, MatchRule.PARITY, compare=bits == 4),
         counts=torch.zeros((1, len(Counter)), dtype=torch.int64),
         held=range(recorded.codes_u8.shape[-1]),
     )
