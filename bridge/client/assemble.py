@@ -1,7 +1,7 @@
 """Join the pages of one trajectory into tensors, each byte copied once.
 
-Shapes: T = positions requested, P = positions of a chunk of a page, V = those of them that have a
-row, W = bytes of a row.
+Shape legend: T = positions requested, P = positions of a chunk of a page, V = those of them that
+have a row, W = bytes of a row.
 """
 
 from __future__ import annotations

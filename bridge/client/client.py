@@ -1,6 +1,6 @@
 """The trainer's side: fetch records from a bridge.
 
-Shapes: T = positions.
+Shape legend: T = positions.
 """
 
 from __future__ import annotations

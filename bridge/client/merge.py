@@ -1,6 +1,6 @@
 """Join the replies of several bridges (`bridge.transport.bridge_sharding`).
 
-Shapes: T = positions.
+Shape legend: T = positions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The records of a trajectory, as a trainer gets them.
 
-Shapes: T = positions, F / K = bytes of a forward / kv row of ``layout``.
+Shape legend: T = positions, F / K = bytes of a forward / kv row of ``layout``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An engine numbers the tokens that it computes, so a row number names one computation. Most rows
 arrive in ascending order. A row above all rows of its rank needs no lookup.
 
-Shapes: N = rows of a message, M = those that the store has.
+Shape legend: N = rows of a message, M = those that the store has.
 """
 
 from __future__ import annotations

@@ -90,22 +90,6 @@ def decode_e4m3(code):
 
 
 @triton.jit
-def encode_e8m0(x):
-    """Return the E8M0 code (int32) of the smallest power of two >= non-negative float32 `x`."""
-    bits = bits_of(x)
-    code = tl.minimum((bits + _MANTISSA) >> 23, 254)
-    code = tl.where(bits <= (1 << 22), 0, code)  # up to 2^-127
-    return tl.where(bits < _INF_BITS, code, 255)
-
-
-@triton.jit
-def decode_e8m0(code):
-    """Return the float32 values of E8M0 codes (int32); 255 is NaN."""
-    bits = tl.where(code == 0, 1 << 22, code << 23)
-    return float_of(tl.where(code == 255, _NAN_BITS, bits))
-
-
-@triton.jit
 def encode_e2m1(z):
     """Round float32 to E2M1 code words (int32), ties to even, saturating; `z` is not NaN.
 

@@ -1,6 +1,6 @@
 """The engine's side: send records to a bridge or several, keep them until a bridge holds them.
 
-Shapes: n = rows of one call, R = bytes of a row, T = tokens.
+Shape legend: n = rows of one call, R = bytes of a row, T = tokens.
 """
 
 from __future__ import annotations

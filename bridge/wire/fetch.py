@@ -3,8 +3,8 @@
 A chunk is small enough to stay in the CPU caches between the daemon's memory, the socket and the
 reader.
 
-Shapes: T = positions of a page, P = positions of a chunk, V = those of them that have a row, W =
-bytes of a row of the part in the page's layout.
+Shape legend: T = positions of a page, P = positions of a chunk, V = those of them that have a row,
+W = bytes of a row of the part in the page's layout.
 """
 
 from __future__ import annotations

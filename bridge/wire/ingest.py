@@ -1,6 +1,6 @@
 """Messages of an inference engine.
 
-Shapes: n = rows of one message, R = bytes of one row, T = tokens of one trajectory message.
+Shape legend: n = rows of one message, R = bytes of one row, T = tokens of one trajectory message.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Group-relative policy optimisation, as small as it can be (Shao et al. 2024, arXiv 2402.03300).
 
-Shapes: N trajectories, T tokens.
+Shape legend: N trajectories, T tokens.
 """
 
 from __future__ import annotations

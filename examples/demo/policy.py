@@ -1,6 +1,7 @@
 """The trained policy: a Megatron-core Qwen3-MoE, fed with packed trajectories.
 
-Shapes: T tokens of a pack (all its trajectories but their last token, which has no successor).
+Shape legend: T tokens of a pack (all its trajectories but their last token, which has no
+successor).
 """
 
 from __future__ import annotations

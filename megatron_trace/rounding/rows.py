@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from bridge.errors import TraceError
 from bridge.formats import FULL_SCALE_BITS
-from bridge.fp4.bit_planes import MAX_BITS
 from bridge.fp4.guided_rounding import MatchRule, guided_quantize, straight_through
 from bridge.fp4.nvfp4 import (
     MAGNITUDE_BITS,
@@ -319,11 +318,6 @@ def own_token_scale(values_RN: Tensor, group: ProcessGroup) -> Tensor:
         amax_R1 = values_RN.detach().abs().amax(dim=-1, keepdim=True).to(torch.float32)
         all_reduce(amax_R1, ReduceOp.MAX, group)
         return token_scale(amax_R1)
-
-
-def has_full_codes(record_bits: int) -> bool:
-    """Say whether a record holds whole code words, which agreement is counted against."""
-    return record_bits == MAX_BITS
 
 
 def _code_line(codes_u8: Tensor) -> Tensor:

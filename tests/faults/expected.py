@@ -1,6 +1,6 @@
 """What an engine of the fault table records: a function of its name and the row alone.
 
-Shapes: n = rows, R = bytes of a row, T = positions.
+Shape legend: n = rows, R = bytes of a row, T = positions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Read everything back as a trainer does and compare it with what was recorded and promised.
 
-Shapes: T = positions, R = bytes of a row.
+Shape legend: T = positions, R = bytes of a row.
 """
 
 from __future__ import annotations

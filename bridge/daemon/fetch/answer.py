@@ -1,7 +1,7 @@
 """Answer a Fetch: find the rows of a page of a trajectory, and read them.
 
-Shapes: T = positions of the page, P = positions of a chunk of it, N = those of T whose engine's
-ranks share rows, W = bytes of a row of the reply.
+Shape legend: T = positions of the page, P = positions of a chunk of it, N = those of T whose
+engine's ranks share rows, W = bytes of a row of the reply.
 """
 
 from __future__ import annotations

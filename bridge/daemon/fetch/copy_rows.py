@@ -1,6 +1,6 @@
 """Copy rows of many payloads to one buffer.
 
-Shapes: U = runs of rows, K = columns.
+Shape legend: U = runs of rows, K = columns.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ is a run of its own, between the rows of other requests. One call copies all run
 without a copy is not faster: the checksum of the frame reads the bytes first, and the socket then
 reads them from memory instead of a cache.
 
-Shapes: N = requested rows, P = those of one chunk, V = the intact ones of these, S = bytes of the
-selected columns of a row, C = rows of a run.
+Shape legend: N = requested rows, P = those of one chunk, V = the intact ones of these, S = bytes of
+the selected columns of a row, C = rows of a run.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ byte that several of them sent or on the weights that computed it, or if fc2 is 
 expert slot was sent by nobody or twice: ranks that have lost step with each other must not make a
 row that none of them computed.
 
-Shapes: N = rows asked for, P = rows of a chunk of them, S = ranks that send bytes of them, W =
-bytes of a narrowed row, C = expert slots of a row in all layers, K = of one layer.
+Shape legend: N = rows asked for, P = rows of a chunk of them, S = ranks that send bytes of them, W
+= bytes of a narrowed row, C = expert slots of a row in all layers, K = of one layer.
 """
 
 from __future__ import annotations
