@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -134,3 +137,26 @@ def test_python_blocks_compile_and_name_what_exists() -> None:
                     module = importlib.import_module(str(node.module))
                     for name in node.names:
                         assert hasattr(module, name.name), f"{node.module}.{name.name}"
+
+
+HARMLESS = (
+    r"python -m (patches (status|verify|doctor)|bridge (keys|cost)|scripts\.documents --check)\b"
+)
+
+
+@pytest.mark.parametrize(
+    ("document", "line"), [p for p in our_commands() if re.match(HARMLESS, p.values[1])]
+)
+def test_commands_that_start_and_change_nothing_here_run_as_printed(
+    document: Path, line: str, tmp_path: Path
+) -> None:
+    """The first job of the README runs whole in `test_readme.py`."""
+    run = subprocess.run(
+        [sys.executable, *shlex.split(line, comments=True)[1:]],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr

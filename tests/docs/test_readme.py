@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 MAX_WORDS = 700
 SERVER_TIMEOUT_S = 240
+STOP_TIMEOUT_S = 60
 
 
 def blocks(language: str) -> list[str]:
@@ -102,11 +104,20 @@ def _output_until(shell: subprocess.Popen[str], word: str) -> str:
 
 
 def _end_group(shell: subprocess.Popen[str]) -> None:
-    """End the job and what it left in the background."""
-    subprocess.run(["kill", "-TERM", f"-{shell.pid}"], check=False)
+    """End the job and what it left in the background; the launcher ends its server first."""
+    os.killpg(shell.pid, signal.SIGTERM)
+    end = time.monotonic() + STOP_TIMEOUT_S
+    while _group_lives(shell) and time.monotonic() < end:
+        time.sleep(0.5)
+    if _group_lives(shell):
+        os.killpg(shell.pid, signal.SIGKILL)
+    shell.wait()
+
+
+def _group_lives(shell: subprocess.Popen[str]) -> bool:
+    shell.poll()
     try:
-        shell.wait(timeout=30)
-    except subprocess.TimeoutExpired:
-        shell.send_signal(signal.SIGKILL)
-    time.sleep(2)
-    subprocess.run(["kill", "-KILL", f"-{shell.pid}"], check=False, capture_output=True)
+        os.killpg(shell.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
