@@ -93,7 +93,7 @@ class _Fused(torch.autograd.Function):
         return torch.cat(dgrad), None, *wgrads
 
 
-def _modules(self: Any, grouped: bool) -> Any:
+def _modules(self: Any, *grouped: bool) -> Any:
     """What a spec provider gives for the experts: one builder, or a class and its parts."""
     parts = {"linear_fc1": ColumnGroupedLinear, "linear_fc2": RowGroupedLinear}
     if hasattr(experts, "GroupedMLPSubmodules"):
