@@ -196,7 +196,8 @@ def _expert_marks(
         return
     refuse_experts(moe)
     linears = ExpertLinears(moe.experts, moe.config.gated_linear_unit, config.weight_dtype)
-    overlapped = moe.shared_experts if moe.shared_expert_overlap else None
+    # Megatron-core switches the module's own flag off while it generates.
+    overlapped = moe.shared_experts if moe.config.moe_shared_expert_overlap else None
     records = _record_dispatcher(moe)
     site = ExpertLayer(
         layer,

@@ -52,7 +52,12 @@ def expert_activation(mlp: nn.Module, activation_PI: Tensor) -> Tensor:
 def expert_weight(linear: nn.Module, weight: Tensor) -> Tensor:
     """Round an expert's weight as the rollout does, gradient straight through to the parameter."""
     site = linear.__dict__.get("trace_weight")
-    return weight if site is None else site.round_weight(weight)
+    if site is None:
+        return weight
+    # A parameter gather that overlaps the forward ends in a hook of each layer, so the weights of
+    # experts that come later may not be there yet.
+    rounded: Tensor = site.round_weight(weight, alone=bool(linear._forward_pre_hooks))
+    return rounded
 
 
 @never_compiled

@@ -1,4 +1,4 @@
-"""The command line: the user's commands here, the maintainer's in ``maintain.py``."""
+"""The command line: the user's commands here, the maintainer's in ``patches/maintain``."""
 
 import json
 from dataclasses import asdict

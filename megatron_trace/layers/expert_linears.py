@@ -22,15 +22,19 @@ Mark = tuple[nn.Module, str, Any]
 class ExpertLinears:
     """What rounds the linear layers of `SequentialMLP` or `TEGroupedMLP`."""
 
-    def __init__(self, experts: nn.Module, gated: bool, rollout_dtype: torch.dtype) -> None:
+    def __init__(self, experts: Any, gated: bool, rollout_dtype: torch.dtype) -> None:
         self._experts = experts
         self._projections = 2 if gated else 1
         self._rollout_dtype = rollout_dtype
 
     @property
     def sees_all_rows(self) -> bool:
-        """Whether the input of fc2 passes once with the rows of all experts, never recomputed."""
-        return self.are_grouped and not getattr(self._experts, "activation_recompute", False)
+        """Whether fc2's input has the rows of all experts and alone says what fc2 puts out.
+
+        It does not where it is recomputed apart from the router, or where fc2 adds a bias.
+        """
+        recomputed = getattr(self._experts, "activation_recompute", False)
+        return self.are_grouped and not recomputed and not self._experts.config.add_bias_linear
 
     @property
     def are_grouped(self) -> bool:

@@ -50,7 +50,7 @@ class ExpertLayer:
     overlaps_shared  whether shared experts are computed while the tokens are dispatched
     are_grouped      whether one layer multiplies all experts, first fc1's and then fc2's
     learns_at_fc2    whether the input of fc2 can give the probabilities their gradient: it has all
-                     rows at once and is not recomputed apart from the router
+                     rows at once, is not recomputed apart from the router, and fc2 has no bias
     """
 
     layer: int

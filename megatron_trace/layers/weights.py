@@ -36,9 +36,14 @@ class ExpertWeight:
         """The rounded weight of the last forward."""
         return KeptRounding(self.group.shard_group)
 
-    def round_weight(self, weight: Tensor) -> Tensor:
-        """Return the weight that the rollout computes with, gradient straight through."""
-        if self.group.takes(weight, self.index):
+    def round_weight(self, weight: Tensor, *, alone: bool = False) -> Tensor:
+        """Return the weight that the rollout computes with, gradient straight through.
+
+        Args:
+            weight: the parameter.
+            alone: do not read the other experts' weights.
+        """
+        if not alone and self.group.takes(weight, self.index):
             return straight_through(weight, self.group.rounded()[self.index])
         return straight_through(weight, self.rounded_alone(weight))
 

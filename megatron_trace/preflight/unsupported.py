@@ -16,6 +16,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
@@ -44,6 +45,11 @@ class Unsupported:
 def _newer(config: TransformerConfig, option: str) -> Any:
     """Return an option that older supported releases lack; what a release lacks is off."""
     return getattr(config, option, None)
+
+
+def _offloads_expert_weights(config: TransformerConfig) -> bool:
+    modules = config.offload_modules if config.fine_grained_activation_offloading else None
+    return "expert_fc1" in (modules or ())
 
 
 UNSUPPORTED = (
@@ -125,6 +131,12 @@ UNSUPPORTED = (
         experts_only=True,
     ),
     Unsupported(
+        lambda c: c.cpu_offloading or _offloads_expert_weights(c),
+        "Offloading what the experts' layers save would copy weights out of memory that the next "
+        'layer reuses: set cpu_offloading to False, and leave "expert_fc1" out of offload_modules.',
+        experts_only=True,
+    ),
+    Unsupported(
         lambda c: c.cuda_graph_impl != "none",
         'CUDA graphs would replay the first micro-batch\'s records: set cuda_graph_impl="none".',
     ),
@@ -167,8 +179,17 @@ def refuse_experts(moe_layer: MoELayer) -> None:
     """Refuse experts whose weights and activations do not pass the hooks."""
     _require_hooked(moe_layer, MoELayer, "routed_experts_compute", "a layer's MoE")
     _require_hooked(moe_layer, MoELayer, "preprocess", "a layer's MoE")
+    if moe_layer.config.moe_shared_expert_overlap:
+        shared = moe_layer.shared_experts
+        _require_hooked(shared, SharedExpertMLP, "pre_forward_comm", "a layer's shared experts")
     experts = moe_layer.experts
     if isinstance(experts, SequentialMLP):
+        if moe_layer.config.gradient_accumulation_fusion:
+            raise UnsupportedModel(
+                "With sequential experts gradient_accumulation_fusion writes to the parameter's "
+                "main_grad past the rounded weight: set it to False, or use grouped experts "
+                "(moe_grouped_gemm=True with Transformer Engine)."
+            )
         for expert in experts.local_experts:
             _require_hooked(expert, MLP, "forward", "an expert")
             _require_hooked(expert.linear_fc1, ColumnParallelLinear, "forward", "an expert's fc1")

@@ -98,6 +98,8 @@ _CONFIG = (
             # What is refused: an option under another name would no longer be.
             *("context_parallel_size", "multi_latent_attention", "experimental_attention_variant"),
             *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "moe_latent_size"),
+            *("cpu_offloading", "fine_grained_activation_offloading", "offload_modules"),
+            "moe_shared_expert_overlap",
             *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
             *("moe_router_padding_for_quantization", "moe_apply_probs_on_input"),
             *("moe_router_load_balancing_type", "moe_enable_routing_replay", "fp8", "fp4"),

@@ -95,6 +95,7 @@ class RecordFeed:
         self._stream = _stream_on(self._device)
         self._ready: queue.Queue[_Ready] = queue.Queue(depth)
         self._stopped = threading.Event()
+        self._ended = False
         # Megatron's groups are looked up here: the thread may outlive them.
         self._context = ContextParallel.current()
         self._thread = threading.Thread(
@@ -114,25 +115,35 @@ class RecordFeed:
         Raises:
             TraceError: what `fetch_records` or `from_records` raised for the next micro-batch.
         """
-        while True:
-            begin = time.monotonic()
-            ready = self._ready.get()
-            self.waited_s += time.monotonic() - begin
-            if ready.error is not None:
-                self.close()
-                raise ready.error
-            if ready.batch is None:
-                return
+        while (ready := self._next()).batch is not None:
             if ready.copied is not None:
                 stream = torch.cuda.current_stream(self._device)
                 stream.wait_event(ready.copied)
                 ready.batch.record_stream(stream)
             yield ready.batch
 
+    def _next(self) -> _Ready:
+        """Wait for what the thread has prepared next; nothing once it has ended."""
+        begin = time.monotonic()
+        while not self._ended:
+            try:
+                ready = self._ready.get(timeout=_POLL_INTERVAL_S)
+            except queue.Empty:
+                self._ended = self._stopped.is_set()
+                continue
+            self.waited_s += time.monotonic() - begin
+            self._ended = ready.batch is None
+            if ready.error is not None:
+                self.close()
+                raise ready.error
+            return ready
+        return _Ready()
+
     def close(self) -> None:
         """Stop preparing; what is ready is dropped."""
         self._stopped.set()
         self._thread.join()
+        self._ended = True
 
     def _run(self, requests: Iterator[MicroBatchRequest]) -> None:
         try:

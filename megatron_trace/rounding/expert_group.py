@@ -19,11 +19,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from bridge.errors import TraceError
 from bridge.fp4.nvfp4 import NVFP4_BLOCK
 from megatron_trace.rounding.rows import KERNEL_DTYPES
 from megatron_trace.rounding.work_buffer import WorkBuffer, free_work_buffers, work_buffer
 
+# The kernels read parameters in words of so many bytes.
+_WORD = 8
+
 _all_groups: WeakSet[ExpertGroup] = WeakSet()
+
+
+class UnreadableWeights(TraceError):
+    """The parameters of experts lie in memory as no kernel reads them."""
 
 
 @dataclass
@@ -135,6 +143,9 @@ class ExpertGroup:
             return ()
         return (self._buffer().release,)
 
+    def _are_contiguous(self) -> bool:
+        return all(weight.is_contiguous() for weight in self.weights)
+
     def free(self) -> int:
         """Let go of the code words; return the bytes that they took."""
         kept, self._kept, self._is_fresh = self._kept, None, False
@@ -173,7 +184,12 @@ class ExpertGroup:
         kept = self._kept
         if kept is not None and (kept.addresses, kept.stream) == (addresses, stream):
             return kept
-        assert all(weight.is_contiguous() for weight in self.weights)
+        if any(address % _WORD for address in addresses) or not self._are_contiguous():
+            raise UnreadableWeights(
+                "An expert's weight is not contiguous or does not begin at a multiple of "
+                f"{_WORD} bytes, so the kernels cannot read it: give every expert's weight memory "
+                "of its own, or pad the buffer that holds them."
+            )
         experts, (rows, width), device = len(addresses), self.weights[0].shape, stream.device
         pointers_E = torch.tensor(addresses, dtype=torch.int64).pin_memory()
         bytes_of = partial(torch.empty, dtype=torch.uint8, device=device)

@@ -26,6 +26,8 @@ ENVIRONMENT = """## Environment variables
 |---|---|---|
 | `TMPDIR` | bridge | where scratch files lie if `--spill` is not given |
 | `XDG_CACHE_HOME` | rollout on a GPU | where the compiled decode kernel is kept |
+| `SGLANG_USE_CPU_ENGINE` | rollout without a GPU | SGLang's own switch; the launcher sets it to 1 |
+| `SGLANG_CPU_OMP_THREADS_BIND` | rollout without a GPU | SGLang's own: cores of CPU ranks |
 | `CUDA_HOME`, `CUDA_PATH` | rollout on a GPU | where `nvcc` is looked for |
 """
 
@@ -80,11 +82,14 @@ def _commands(name: str, command: Any) -> Iterator[str]:
     for each in command.commands.values():
         yield f"### `{name} {each.name}`\n"
         yield f"{_cell((each.help or '').split(chr(10) * 2)[0])}\n"
-        options = [p for p in each.params if p.param_type_name == "option" and p.name != "help"]
-        if options:
-            yield "| flag | default | means |\n|---|---|---|"
-        for option in options:
-            yield f"| `{option.opts[0]}` | {_shown(option.default)} | {_cell(option.help or '')} |"
+        shown = [parameter for parameter in each.params if parameter.name != "help"]
+        if shown:
+            yield "| argument or flag | default | means |\n|---|---|---|"
+        for parameter in shown:
+            is_flag = parameter.param_type_name == "option"
+            spelled = parameter.opts[0] if is_flag else (parameter.name or "").upper()
+            about = _cell(getattr(parameter, "help", None) or "")
+            yield f"| `{spelled}` | {_shown(parameter.default)} | {about} |"
         yield ""
 
 

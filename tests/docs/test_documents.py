@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks/README.md"])
 PACKAGES = ("bridge", "sglang_trace", "megatron_trace", "patches")
 MAX_ARCHITECTURE_LINES = 90
+# Files of others that documents name.
+OTHERS = {"conflict.md"}
 
 
 def ids(path: Path) -> str:
@@ -160,3 +162,22 @@ def test_commands_that_start_and_change_nothing_here_run_as_printed(
         check=False,
     )
     assert run.returncode == 0, run.stderr
+
+
+def names_of_files() -> set[str]:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(listed.stdout.split())
+
+
+def test_files_that_documents_name_exist() -> None:
+    """By their whole path, or by a part of it that begins at a folder or at the name."""
+    files = names_of_files()
+    missing = []
+    for document in DOCUMENTS:
+        text = re.sub(r"```.*?```", "", document.read_text(), flags=re.S)
+        for name in re.findall(r"`([\w/.-]+\.(?:py|cu|c|md|yaml|html|sh|toml))`", text):
+            if not any(file == name or file.endswith(f"/{name}") for file in files | OTHERS):
+                missing.append(f"{ids(document)}: {name}")
+    assert missing == []

@@ -179,9 +179,8 @@ def test_weighing_after_fc2_is_what_megatron_computes(
     monkeypatch.setattr(
         "megatron_trace.layers.experts.round_rows", lambda values, scale, rows, first=0: values
     )
-    monkeypatch.setattr(
-        "megatron_trace.layers.weights.ExpertWeight.round_weight", lambda self, weight: weight
-    )
+    unrounded = "megatron_trace.layers.weights.ExpertWeight.round_weight"
+    monkeypatch.setattr(unrounded, lambda self, weight, alone: weight)
     after = lib.packed_logits(model, sequences, None)
     assert not torch.equal(before, after)
     assert (before - after).abs().max() < 1e-5

@@ -82,6 +82,8 @@ def test_top_renews_itself_until_ctrl_c(bridge: EmbeddedBridge) -> None:
         stdout=its_end,
         stderr=its_end,
         env={**os.environ, "COLUMNS": "120", "LINES": "60", "TERM": "xterm"},
+        # A shell that runs the tests in the background has it ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     os.close(its_end)
     try:

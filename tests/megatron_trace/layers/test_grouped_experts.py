@@ -171,6 +171,19 @@ def test_frozen_experts_get_no_gradient_and_no_mark(
     assert model.decoder.layers[0].mlp.router.weight.grad.abs().max() > 0
 
 
+@pytest.mark.parametrize(("bias", "recomputed"), [(True, False), (False, True)])
+def test_probabilities_learn_from_fc2s_output_where_its_input_does_not_say_it_all(
+    bias: bool, recomputed: bool
+) -> None:
+    from megatron_trace.layers.expert_linears import ExpertLinears
+
+    config = SimpleNamespace(add_bias_linear=bias)
+    experts = SimpleNamespace(config=config, activation_recompute=recomputed)
+    assert not ExpertLinears(experts, gated=True, rollout_dtype=torch.float32).sees_all_rows
+    experts = SimpleNamespace(config=SimpleNamespace(add_bias_linear=False))
+    assert ExpertLinears(experts, gated=True, rollout_dtype=torch.float32).sees_all_rows
+
+
 def test_changed_weights_are_rounded_again(lib: Any, build_grouped: Build, sequences: Any) -> None:
     from megatron_trace import free_rounded_weights
 

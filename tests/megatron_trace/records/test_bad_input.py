@@ -250,6 +250,8 @@ UNSUPPORTED_SETTINGS = (
     ("delay_wgrad_compute", True, "delay_wgrad_compute"),
     ("overlap_dispatch_backward_with_experts_wgrad", True, "with_experts_wgrad to False"),
     ("moe_single_grouped_weight", True, "moe_single_grouped_weight"),
+    ("cpu_offloading", True, "cpu_offloading to False"),
+    ("gradient_accumulation_fusion", True, "or use grouped experts"),
     ("cuda_graph_impl", "local", 'cuda_graph_impl="none"'),
 )
 
@@ -276,6 +278,23 @@ def test_an_unsupported_setting_is_refused(
     with pytest.raises(UnsupportedModel, match=sentence) as error:
         enable_fp4(model)
     assert_one_sentence(error)
+
+
+def test_offloading_the_experts_saved_weights_is_refused(build: Callable[..., Any]) -> None:
+    from megatron_trace import TraceTrainerConfig, enable_fp4
+    from megatron_trace.preflight.unsupported import UnsupportedModel
+
+    model = build()
+    config = model.decoder.layers[0].config
+    config.fine_grained_activation_offloading = True
+    for modules in ([], ["core_attn", "moe_act"]):
+        config.offload_modules = modules
+        enable_fp4(model)
+    config.offload_modules = ["core_attn", "expert_fc1"]
+    with pytest.raises(UnsupportedModel, match="offload_modules") as error:
+        enable_fp4(model)
+    assert_one_sentence(error)
+    enable_fp4(model, TraceTrainerConfig(experts=False))
 
 
 def test_every_refused_setting_is_an_option_of_this_release_or_of_a_newer_one() -> None:

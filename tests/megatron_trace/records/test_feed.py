@@ -78,7 +78,7 @@ def test_micro_batches_come_in_order_and_guide_as_those_made_at_once(
             assert torch.equal(batch.rows.kv_rows, own.rows.kv_rows)
             logits = lib.packed_logits(model, [sequences[index]], batch)
             assert torch.equal(logits, lib.packed_logits(model, [sequences[index]], own))
-        assert list(feed._ready.queue) == []
+        assert list(feed) == [], "it has ended, and a second pass does not wait"
         assert feed.waited_s > 0
 
 
@@ -118,4 +118,5 @@ def test_leaving_early_stops_the_thread(client: TraceClient, sequences: list[Ten
 
     with RecordFeed(client, (request(sequences, i % 4) for i in range(100))) as feed:
         next(iter(feed))
+    assert list(feed) == []
     assert not any(thread.name == "trace-feed" for thread in threading.enumerate())

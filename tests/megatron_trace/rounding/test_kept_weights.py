@@ -276,3 +276,20 @@ def test_ranks_that_share_a_weight_round_it_anew_together() -> None:
     """A change in one rank's part alone changes no other rank's bits, but its tensor scale."""
     job = launch("--nproc-per-node", "2", str(JOB))
     assert job.returncode == 0, job.stderr[-4000:]
+
+
+def test_a_layer_with_a_hook_before_it_reads_no_other_experts_weight(
+    build_fp4: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's overlapped parameter gather ends there, so later experts may not be there yet."""
+    from megatron_trace.hooks import expert_weight
+    from megatron_trace.rounding.expert_group import ExpertGroup
+
+    linear = build_fp4().decoder.layers[0].mlp.experts.local_experts[0].linear_fc1
+    alone = expert_weight(linear, linear.weight)
+    group = torch.full((8, *linear.weight.shape), 3.0)
+    monkeypatch.setattr(ExpertGroup, "takes", lambda self, weight, index: True)
+    monkeypatch.setattr(ExpertGroup, "rounded", lambda self: group)
+    assert torch.equal(expert_weight(linear, linear.weight), group[0])
+    linear.register_forward_pre_hook(lambda module, args: None)
+    assert torch.equal(expert_weight(linear, linear.weight), alone)
